@@ -216,7 +216,7 @@ def chosen_sizes(architecture: Architecture) -> Sizes:
     changed = {name: value for name, value in given.items() if value}
     if ARGS.length and not lengths:
         changed["lengths"] = ()
-    return replace(sizes, **changed, experts=ARGS.experts or "", cache=ARGS.cache)
+    return replace(sizes, **changed, experts=ARGS.experts or "", quantizer=ARGS.quantizer, cache=ARGS.cache)
 
 
 def main() -> None:
@@ -255,12 +255,13 @@ def main() -> None:
     result = {
         "model": ARGS.model,
         "strategy": ARGS.strategy + "_no_reshard" * ARGS.no_reshard,
-        "options": ARGS.option + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
+        "options": ARGS.option + [ARGS.quantizer] * bool(ARGS.quantizer) + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
         "ms": round(statistics.median(steady), 2),
         "ms_10_90": outer_deciles(steady, 2),
         "host_ahead_ms": round(statistics.median(leads), 2) if leads else None,
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
+        "first_peak_gib": clock.first_peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,
         "gib_by_role": start.roles,
@@ -289,6 +290,7 @@ if __name__ == "__main__":
     parser.add_argument("--cache", action="store_true", help="keys and values are kept, transformers' default")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--experts", help="of mixtures: eager, batched_mm or grouped_mm")
+    parser.add_argument("--quantizer", default="", choices=["bitsandbytes"], help="of frozen weights, for a peer")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
     parser.add_argument("--lengths", help="tokens of batches, in turn, with commas")
