@@ -8,7 +8,7 @@ process's Python.
 
 `fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `fsdp2_graph` is the
 same with forward and backward in one CUDA graph, captured after three steps, as torchtitan does it; `ddp` compiles the
-whole model. All train from float32 master weights in bfloat16, with fused AdamW and norm clipping at 1.0; gradients are
+whole model, or with `--compile-blocks` each block. All train from float32 master weights in bfloat16, with fused AdamW and norm clipping at 1.0; gradients are
 averaged in bfloat16. Weights are drawn by `quick_draws`: what torch draws on one core takes as long as a start.
 """
 
@@ -62,10 +62,13 @@ class Module(L.LightningModule):
             return
         self.sharded = True
         if ARGS.strategy == "ddp":
-            for part in self.children():
+            for part in self.blocks() if ARGS.compile_blocks else self.children():
                 compile_calls(part)
         if ARGS.strategy.startswith("fsdp2"):
             self.shard_by_blocks()
+
+    def blocks(self) -> list[nn.Module]:
+        return [module for module in self.modules() if type(module).__name__ in self.architecture.blocks]
 
     def shard_by_blocks(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -77,7 +80,7 @@ class Module(L.LightningModule):
                 if param.dim() == 0:  # fully_shard takes none
                     setattr(part, name, nn.Parameter(param.detach()[None]))
         mesh, reshard = self.device_mesh["data_parallel"], not ARGS.no_reshard
-        for block in [module for module in self.modules() if type(module).__name__ in self.architecture.blocks]:
+        for block in self.blocks():
             compile_calls(block)
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for part in self.children():
@@ -255,7 +258,10 @@ def main() -> None:
     result = {
         "model": ARGS.model,
         "strategy": ARGS.strategy + "_no_reshard" * ARGS.no_reshard,
-        "options": ARGS.option + [ARGS.quantizer] * bool(ARGS.quantizer) + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
+        "options": ARGS.option
+        + [ARGS.quantizer] * bool(ARGS.quantizer)
+        + ["compile_blocks"] * ARGS.compile_blocks
+        + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
         "ms": round(statistics.median(steady), 2),
         "ms_10_90": outer_deciles(steady, 2),
         "host_ahead_ms": round(statistics.median(leads), 2) if leads else None,
@@ -284,6 +290,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="sizes for the CPU, which show what is compiled")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; aot_eager is quick")
+    parser.add_argument("--compile-blocks", action="store_true", help="DDP: compile each block, not the model")
     parser.add_argument("--no-dropout", action="store_true", help="so that strategies have the same losses")
     parser.add_argument("--losses", action="store_true", help="print the loss of each step, too")
     parser.add_argument("--turns", action="store_true", help="wait for a line of the input before steps are timed")

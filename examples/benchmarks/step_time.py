@@ -236,7 +236,9 @@ def main() -> None:
             on_trace_ready=lambda p: traced(p, arguments.trace) if trainer.global_rank == 0 else None,
         )
         clock.profiler.start()
-    module = Module(shape, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host, torchao, arguments.adamw8bit)
+    module = Module(
+        shape, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host, torchao, arguments.adamw8bit
+    )
     start.begin = time.perf_counter()
     with quick_draws():
         trainer.fit(module, DataLoader(Tokens(arguments.length), arguments.batch))
