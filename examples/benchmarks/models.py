@@ -8,8 +8,10 @@ process's Python.
 
 `fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `fsdp2_graph` is the
 same with forward and backward in one CUDA graph, captured after three steps, as torchtitan does it; `ddp` compiles the
-whole model, or with `--compile-blocks` each block. All train from float32 master weights in bfloat16, with fused AdamW and norm clipping at 1.0; gradients are
-averaged in bfloat16. Weights are drawn by `quick_draws`: what torch draws on one core takes as long as a start.
+whole model, or with `--compile-blocks` each block. All train from float32 master weights in bfloat16, with fused AdamW
+and norm clipping at 1.0; gradients are averaged in bfloat16. Weights are drawn by `quick_draws`: what torch draws on
+one core takes as long as a start. `lora_8b` has a frozen base in bfloat16, which `--option 'frozen_dtype="nf4"'`
+quantizes under our strategies, and `--quantizer bitsandbytes` under others.
 """
 
 import argparse
