@@ -184,7 +184,8 @@ def train(kind: str, backend: str | None, rank: int, accumulate: int) -> Run:
                 (loss / accumulate).backward()
                 run.losses.append(loss.item())
             if engine is None:
-                run.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+                trained = {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
+                run.grads.append({name: None if grad is None else grad.clone() for name, grad in trained.items()})
                 optimizer.step()
             else:
                 run.grads.append(whole_grads(engine, model))
