@@ -1,12 +1,15 @@
 """`frozen_dtype` in an engine: the training of a plain module whose frozen weights are the dequantized ones."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lightning_zero
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.weight_format import WeightFormat, packed_words
@@ -243,6 +246,43 @@ def test_each_way_of_training_equals_that_of_dequantized_weights(ranks: Ranks, w
         assert all(torch.equal(rest["weights"][name], value) for name, value in frozen.items())
         assert rest["classes"] == {type(module).__name__ for module in plain.modules()}
         assert ("replayed_graphs" in rest["counters"]) == (way == "replays")
+
+
+def load_and_export(folder: str) -> list[dict[str, Tensor]]:
+    """Load bfloat16 files while the model is built and after it was sharded, and return the exported weights."""
+    found = []
+    for inside in (True, False):
+        with engine_for(None, EAGER, frozen_dtype="nf4") as engine:
+            with engine.construction():
+                model = build(Deep, seed=5)
+                if inside:
+                    lightning_zero.load_safetensors(model, f"{folder}/base.safetensors", strict=False)
+            engine.shard(model)
+            if not inside:
+                missing, unexpected = lightning_zero.load_safetensors(model, f"{folder}/base.safetensors", strict=False)
+                assert not unexpected
+                assert missing
+                assert all("adapter" in name for name in missing)
+            lightning_zero.export_safetensors(model, f"{folder}/{inside}")
+            torch.distributed.barrier()
+            found.append(load_file(f"{folder}/{inside}/model.safetensors"))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_bfloat16_files_are_quantized_while_they_are_loaded(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    base = {name: value for name, value in build(Deep).state_dict().items() if "adapter" not in name}
+    save_file({name: value.bfloat16() for name, value in base.items()}, tmp_path / "base.safetensors")
+    plain = build(Deep, seed=5)
+    plain.load_state_dict({name: value.bfloat16() for name, value in base.items()}, strict=False)
+    for name in frozen_names(plain):
+        weight = plain.get_parameter(name)
+        packing = WeightFormat("nf4", weight.shape, weight.dtype)
+        weight.data = packing.decode(packing.encode(weight))
+    for exported in ranks.run(world_size, load_and_export, str(tmp_path))[0]:
+        assert exported.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(exported[name], value), name
 
 
 class Params4bit(nn.Parameter):
