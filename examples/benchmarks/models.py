@@ -207,10 +207,20 @@ def profiler(trainer: L.Trainer) -> Any:
                 trace = Path(directory, "trace.json")
                 profile.export_chrome_trace(str(trace))
                 lines = idle_gaps.describe(trace)
-            print("\n".join([f"{ARGS.model}:", *lines]), flush=True)
+            print("\n".join([f"{ARGS.model}:", *lines, *slowest_kernels(profile)]), flush=True)
 
     schedule = torch.profiler.schedule(wait=ARGS.steps + 1, warmup=3, active=PROFILED, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=show)
+
+
+def slowest_kernels(profile: Any, count: int = 16) -> list[str]:
+    """Return lines with the milliseconds in a step, the calls in a step and the name of each kernel."""
+    on_device = [row for row in profile.key_averages() if row.device_type is not torch.autograd.DeviceType.CPU]
+    on_device.sort(key=lambda row: -row.self_device_time_total)
+    return [
+        f"{row.self_device_time_total / 1e3 / PROFILED:8.2f} ms {row.count / PROFILED:6.0f} {row.key[:110]}"
+        for row in on_device[:count]
+    ]
 
 
 def chosen_sizes(architecture: Architecture) -> Sizes:
@@ -306,7 +316,9 @@ if __name__ == "__main__":
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=15)
-    parser.add_argument("--profile", action="store_true", help="say where the device stands idle, too")
+    parser.add_argument(
+        "--profile", action="store_true", help="say where the device stands idle, and name the slowest kernels"
+    )
     parser.add_argument("--no-reshard", action="store_true", help="FSDP2: keep weights gathered after forward")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
