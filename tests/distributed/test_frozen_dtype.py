@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -292,8 +293,25 @@ class Params4bit(nn.Parameter):
 Params4bit.__module__ = "bitsandbytes.nn.modules"
 
 
+class StackedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.zeros(9, 8, 8))
+
+
 def refuse_and_pack_what_was_built_sharded() -> list[str]:
     found = []
+    told: list[str] = []
+    with patch("lightning_zero.sharding.frozen_weights.log.warning", lambda text, *args: told.append(text % args)):
+        for model in (StackedExperts(), build("LoRA")):
+            if isinstance(model, StackedExperts):
+                model.requires_grad_(False)
+            with engine_for(model, EAGER, frozen_dtype="nf4"):
+                pass
+    if torch.distributed.get_rank() == 0:
+        assert len(told) == 1
+        assert "packs 256 bytes of frozen weights, and 2.3 KiB stay as they are, such as 'experts'" in told[0]
     quantized = nn.Sequential(nn.Linear(8, 8))
     quantized[0]._parameters["weight"] = Params4bit(torch.zeros(8, 8), requires_grad=False)
     for model in (quantized, nn.Sequential(nn.Linear(8, 8))):
