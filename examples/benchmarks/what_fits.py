@@ -87,19 +87,21 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in params if param.requires_grad])
 
 
-def estimate(shape: str, layers: int, recipe: Recipe, checkpoints: bool, length: int) -> dict[str, float]:
-    """Return GiB of a model with few layers: persistent, and the peak of a steady step with CUDA's context."""
+def not_traced(model: nn.Module, batch: Any) -> Any:
+    raise NotImplementedError("only what persists is estimated")
+
+
+def estimate(shape: str, layers: int, recipe: Recipe, checkpoints: bool, length: int, traced: bool) -> dict[str, float]:
+    """Return GiB of a model with few layers: persistent, and if it is traced the rest of a steady step's peak."""
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    training = Training(loss=lambda model, batch: model(**batch).loss, optimizer=adamw)
+    loss = (lambda model, batch: model(**batch).loss) if traced else not_traced
     model = make(shape, layers, recipe, checkpoints)
-    found = plan(model, {"input_ids": ids, "labels": ids}, training=training, **recipe.options)
-    if found.passes.compiled is None:
+    batch = {"input_ids": ids, "labels": ids}
+    found = plan(model, batch, training=Training(loss=loss, optimizer=adamw), **recipe.options)
+    if traced and found.passes.compiled is None:
         raise RuntimeError(f"{shape} could not be traced: {found.passes.why}")
-    return {
-        "parameters": found.parameters,
-        "stays": found.stays / GIB,
-        "peak": (found.peak + found.device.context) / GIB,
-    }
+    transient = (found.transient or 0) + found.device.context
+    return {"parameters": found.parameters, "stays": found.stays / GIB, "transient": transient / GIB}
 
 
 def at_depth(few: dict[str, float], more: dict[str, float], layers: int) -> dict[str, float]:
@@ -136,9 +138,13 @@ def run(shapes: list[str], length: int, show: Callable[[str], None]) -> None:
     found: dict[tuple[str, str, bool], dict[str, float]] = {}
     for shape in shapes:
         for checkpoints in (False, True):
+            transient: dict[bool, float] = {}  # the same for all recipes with adapters, and for all without
             for name, recipe in RECIPES.items():
-                few, more = (estimate(shape, layers, recipe, checkpoints, length) for layers in LAYERS)
+                traced = recipe.lora not in transient
+                few, more = (estimate(shape, layers, recipe, checkpoints, length, traced) for layers in LAYERS)
                 result = found[shape, name, checkpoints] = at_depth(few, more, SHAPES[shape][1])
+                result["transient"] = transient.setdefault(recipe.lora, result["transient"])
+                result["peak"] = result["stays"] + result["transient"]
                 rounded = {key: round(value, 2) for key, value in result.items()}
                 show(json.dumps({"model": shape, "recipe": name, "checkpoints": checkpoints} | rounded))
     show(tables(found))

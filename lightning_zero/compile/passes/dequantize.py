@@ -41,7 +41,7 @@ def narrow_dequantized(graph: Graph) -> Graph:
 
 
 def expand_dequantized(graph: Graph) -> Graph:
-    """Replace each op that dequantizes a weight by elementwise ops, in place, on devices without a kernel for it."""
+    """Replace each op that dequantizes a weight by elementwise ops, in place, if no kernel computes it."""
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         packed, shape, dtype, kind = node.args
         assert isinstance(packed, Node)
