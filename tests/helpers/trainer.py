@@ -90,6 +90,7 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
                 "memory",
                 "stage",
                 "replicate_",
+                "frozen_",
             )
         )
     }

@@ -37,6 +37,7 @@ class Clock(pl.Callback):
         self.loss: Any = None
         self.profiler: Any = None
         self.peak: float | None = None
+        self.first_peak: float | None = None  # GiB of tensors until the end of warm-up
         self.reserved: float | None = None
         self.device: float | None = None
 
@@ -53,6 +54,7 @@ class Clock(pl.Callback):
         if len(self.marks) == self.warm:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+                self.first_peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)
                 torch.cuda.reset_peak_memory_stats()
             self.steady_after = time.perf_counter() - self.begin
         self.queued_at.append(time.perf_counter())

@@ -122,3 +122,17 @@ def test_packed_frozen_weights_count_by_their_words() -> None:
         assert saved == pytest.approx(256 * 256 * 4 - packed_words(256, 256, kind) * 4, abs=128)
         assert plain["compute_shard"] - roles["compute_shard"] == 256 * 256 * 2
     assert len({found.parameters for found in plans}) == 1
+
+
+def test_frozen_weights_are_neither_reduced_nor_stepped_and_packed_ones_gather_fewer_bytes() -> None:
+    module = nn.Sequential(nn.Linear(4096, 4096, bias=False).requires_grad_(False), nn.Linear(4096, 8, bias=False))
+    loss = Training(loss=lambda net, batch: net(batch).sum())
+    frozen, packed = (
+        plan(module, torch.zeros(4, 4096), 2, training=loss, frozen_dtype=kind).seconds for kind in (None, "nf4")
+    )
+    trained = plan(module.requires_grad_(True), torch.zeros(4, 4096), 2, training=loss).seconds
+    assert frozen is not None
+    assert packed is not None
+    assert trained is not None
+    assert frozen.optimizer == packed.optimizer < 0.2 * trained.optimizer
+    assert packed.exposed < 0.6 * frozen.exposed < 0.6 * trained.exposed
