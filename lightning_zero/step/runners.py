@@ -250,8 +250,9 @@ class CapturedRunner:
                 counts.append(ROUNDING_COUNT)
             for name in counts:
                 if name not in run.counts:
-                    zero = torch.zeros((), dtype=torch.float32, device=self._device)
-                    run.state[name] = zero.fill_(initial.get(name, 0.0))
+                    number = run.state.get(name)  # old checkpoints have counts that are no tensors
+                    begin = number if isinstance(number, int | float) else initial.get(name, 0.0)
+                    run.state[name] = torch.zeros((), dtype=torch.float32, device=self._device).fill_(begin)
             run.export_state(own.state)
             if needs_ranks(rule):
                 run.shared = [
