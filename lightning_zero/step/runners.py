@@ -239,20 +239,20 @@ class CapturedRunner:
                 continue
             rule = of_run(rule, run)
             initial = rule.initial(group) if isinstance(rule, Rule) and rule.initial is not None else {"step": 0.0}
-            counts = [*rule.counts, *(["step"] if isinstance(rule, Rule) and "step" in initial else [])]
+            counts = [*(["step"] if isinstance(rule, Rule) and "step" in initial else []), *rule.counts]
+            names = rule.state
             if run.state and not matrices and not run.rounds_param:
-                counts = [name for name in counts if name in run.counts]
-            else:
-                for name in rule.state:
-                    new = run.allocate_state(name, run.stored_dtypes.get(name, run.param.dtype), memory)
-                    fill_state(new, initial.get(name, 0.0))
+                counts, names = [name for name in counts if name in run.counts], ()
             if run.rounds and "step" not in (*counts, *run.counts):
                 counts.append(ROUNDING_COUNT)
-            for name in counts:
+            for name in counts:  # first, as in state that torch's optimizers make
                 if name not in run.counts:
                     number = run.state.get(name)  # old checkpoints have counts that are no tensors
                     begin = number if isinstance(number, int | float) else initial.get(name, 0.0)
                     run.state[name] = torch.zeros((), dtype=torch.float32, device=self._device).fill_(begin)
+            for name in names:
+                new = run.allocate_state(name, run.stored_dtypes.get(name, run.param.dtype), memory)
+                fill_state(new, initial.get(name, 0.0))
             run.export_state(own.state)
             if needs_ranks(rule):
                 run.shared = [
