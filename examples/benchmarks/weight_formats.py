@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from state_formats import BATCH, BETAS, DECAY, EPS, RATE, Model, batch, loss_of, read_text
 from torch import Tensor
 
 from lightning_zero import FabricZeroStrategy, Tuning
+from state_formats import BATCH, BETAS, DECAY, EPS, RATE, Model, batch, loss_of, read_text
 
 STOCHASTIC = {"bf16_stochastic_round": True}
 # Precision of the Trainer, dtype of the weights, options
