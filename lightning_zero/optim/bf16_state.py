@@ -102,12 +102,12 @@ def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
         noise: A word for each element, or for each row of ``value``; neighbors in a row then get evenly spread noise.
         number: Index of the value among those that share the noise. Each index uses other bits of it.
     """
-    low = noise_bits(noise, number)
+    low = noise_bits(noise, number).to(torch.int32)
     if low.shape != value.shape:
-        low = (low + torch.arange(value.shape[-1], device=value.device) * LANE) & HALF
+        low = (low + torch.arange(value.shape[-1], dtype=torch.int32, device=value.device) * LANE) & HALF
     finite = value.isfinite()
     bits = torch.where(finite, value, 0.0).view(torch.int32)
-    up = (bits + low.to(torch.int32)) & ~HALF  # the sign bit stays: finite magnitudes are below it
+    up = (bits + low) & ~HALF  # the sign bit stays: finite magnitudes are below it
     return torch.where(finite, up.view(torch.float32), value).to(torch.bfloat16)
 
 
