@@ -448,7 +448,7 @@ class ChunkedState:
     Args:
         ring: Staging ring; None if state is on the device, and runs are not split.
         keys: Returns the keys of a run's state that is transferred.
-        max_numel: Maximum number of elements of a chunk that is rounded; None: no limit.
+        max_numel: Maximum number of elements of a chunk; None: no limit.
         ends: Where chunks of a run must end, by run id.
 
     Attributes:
@@ -469,7 +469,7 @@ class ChunkedState:
         self.chunks: list[Chunk] = []
         for run in runs:
             numel = chunk_numel(run, keys(run), ring)
-            numel = min(numel, max_numel) if run.rounds and max_numel else numel
+            numel = min(numel, max_numel) if max_numel else numel
             self.chunks += split_into_chunks(run, numel, (ends or {}).get(id(run), ()))
         rounded = [run for run in runs if run.rounds]
         self.positions = {id(run): ElementPositions.from_members(run.members, run.param.device) for run in rounded}

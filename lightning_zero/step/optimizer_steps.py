@@ -321,10 +321,10 @@ class OptimizerSteps:
         rules = {id(param): rule for rule, params in by_group for param in params}
         simple = all(rule is not None for rule, _ in by_group)
 
-        def kind(record: ShardedParameter) -> tuple[int, bool]:
+        def kind(record: ShardedParameter) -> tuple[int, str]:
             rule = rules.get(id(record.param))
             stored = stored_dtypes(rule, record.layout, record.param.dtype, *self.rounding)
-            return 0 if simple else record.param.dim(), bool(stored)
+            return 0 if simple else record.param.dim(), repr(sorted(stored.items(), key=repr))
 
         self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
 

@@ -117,7 +117,10 @@ class ParamSwap:
             # Some optimizers keep counters and averages in their groups.
             changes = {k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v}
             own.groups[origin].update(changes)
+        # Chunks may have gradients that were cast for the step.
+        self._flat_params, self._before = FlatParams([], defaultdict(dict), []), []
         self._after(own)
+        self._after = lambda own: None
 
 
 class OptimizerStepper:

@@ -15,6 +15,11 @@ from tests.ranks.pool import Ranks
 
 STEPS, STAGE = 6, {1: 3, 2: 2, 3: 1}
 BF16, FP32 = torch.bfloat16, torch.float32
+LARGE, SMALL = (61 * 70, 65 * 64, 4608), (70, 81, 9, 70 * 70, 70)
+SIZES = {  # elements of the parameters, and the unit of their shards
+    None: [(numel, 64) for numel in LARGE + SMALL],
+    "8bit": [(numel, 256 if numel >= 4096 else 64) for numel in LARGE + SMALL],
+}
 
 
 class Sums(nn.Module):
@@ -125,6 +130,7 @@ def test_ranks_stages_forms_and_resumes_give_the_same_bits(
     assert alone["dtypes"]["step"] is FP32
     kinds = {torch.int8, torch.uint8} if state_dtype else {BF16}
     assert {dtype for key, dtype in alone["dtypes"].items() if key != "step" and "scales" not in key} == kinds
+    assert alone["roles"]["master_shard"] == 2 * sum(-(-numel // unit) * unit for numel, unit in SIZES[state_dtype])
     resumed = [base | {"name": "from1"}, base | {"name": "from1.pt", "sharded": False}]
     for world_size in (2, 3):
         jobs = [base | {"stage": STAGE[world_size]}]
@@ -184,6 +190,27 @@ def test_files_are_read_as_float32_and_back(ranks: Ranks, tmp_path: Path) -> Non
     assert {value.dtype for value in model.state_dict().values()} == {FP32}
     for number, entries in enumerate(optimizer.state.values()):
         assert torch.equal(entries["exp_avg"], content["optimizer"]["state"][number]["exp_avg"].float())
+
+
+def count_runs(state_dtype: str | None) -> int:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(BF16)
+    with engine_for(model, "eager", bf16_stochastic_round=True, state_dtype=state_dtype) as engine:
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine.optimizers.arrange([optimizer])
+        with engine.train_step():
+            loss = model(torch.ones(1, 64, dtype=BF16)).sum()
+        loss.backward()
+        with engine.optimizers.stepping(optimizer):
+            optimizer.step()
+        layout = engine.optimizers.stepper(optimizer).layout
+        assert layout is not None
+        return len(layout.runs)
+
+
+def test_biases_between_matrices_do_not_divide_the_runs(ranks: Ranks) -> None:
+    """A kernel of each run would be too many to compile."""
+    assert ranks.run(1, count_runs, None) == [1]
+    assert ranks.run(1, count_runs, "8bit") == [2]
 
 
 def change() -> tuple[int, str]:
