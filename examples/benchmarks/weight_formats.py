@@ -31,11 +31,6 @@ FORMATS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "bf16 nearest, 8-bit state": ("bf16-true", torch.bfloat16, {"state_dtype": "8bit"}),
     "bf16 stochastic": ("bf16-true", torch.bfloat16, STOCHASTIC),
     "bf16 stochastic, 8-bit state": ("bf16-true", torch.bfloat16, STOCHASTIC | {"state_dtype": "8bit"}),
-    "bf16 stochastic, 8-bit state, autocast": (
-        "bf16-mixed",
-        torch.bfloat16,
-        STOCHASTIC | {"state_dtype": "8bit"},
-    ),
 }
 
 

@@ -73,6 +73,7 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
         for key in list(arguments)
         if key.startswith(
             (
+                "bf16_",
                 "reduce_",
                 "cross_host_",
                 "compute_shard_",
