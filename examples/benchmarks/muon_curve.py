@@ -11,6 +11,7 @@ in a process of its own. `seconds` is the time of all steps after the first tent
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import subprocess
@@ -185,13 +186,37 @@ def smooth(losses: list[float]) -> list[float]:
     return [(sums[i + 1] - sums[max(0, i + 1 - SMOOTH)]) / min(i + 1, SMOOTH) for i in range(len(losses))]
 
 
+def write_csv(losses: dict[str, list[float]], tokens: int, out: str) -> None:
+    """Write a row for each step of `tokens` tokens, and a column for each way."""
+    with Path(f"{out}.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["step", "tokens", *losses])
+        for step, found in enumerate(zip(*losses.values(), strict=True)):
+            rows.writerow([step, (step + 1) * tokens, *(f"{loss:.5f}" for loss in found)])
+
+
+def draw(means: dict[str, list[float]], title: str, axis: str, out: str) -> None:
+    """Draw curves by their labels into a PNG file, if matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for (label, curve), line in zip(means.items(), itertools.cycle(("-", "--", "-.", ":"))):
+        axes.plot(curve, line, label=label, linewidth=1.4)
+    axes.set(xlabel=axis, ylabel=f"training loss, mean of {SMOOTH} steps")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(f"{out}.png", dpi=110)
+
+
 def write(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     tokens = arguments.batch * arguments.length
-    with Path(f"{arguments.out}.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["step", "tokens", *found])
-        for step, losses in enumerate(zip(*(entry["losses"] for entry in found.values()), strict=True)):
-            rows.writerow([step, (step + 1) * tokens, *(f"{loss:.5f}" for loss in losses)])
+    write_csv({way: entry["losses"] for way, entry in found.items()}, tokens, arguments.out)
     means = {way: smooth(entry["losses"]) for way, entry in found.items()}
     apart = max(abs(a - b) for a, b in zip(*(curve[SMOOTH:] or curve for curve in means.values()), strict=True))
     result = {
@@ -205,22 +230,9 @@ def write(found: dict[str, Any], arguments: argparse.Namespace) -> None:
         "seconds": {way: entry["seconds"] for way, entry in found.items()},
     }
     print(json.dumps(result), flush=True)
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     names = {"ours": f"{arguments.strategy}: Muon + AdamW", "torch": "one process: torch.optim.Muon + AdamW"}
-    for (way, curve), line in zip(means.items(), ("-", "--"), strict=True):
-        axes.plot(curve, line, label=names[way], linewidth=1.4)
-    axes.set(xlabel=f"step of {tokens:,} tokens", ylabel=f"training loss, mean of {SMOOTH} steps")
-    axes.set_title(f"{arguments.size} decoder, {result['device']}, torch {torch.__version__}", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(f"{arguments.out}.png", dpi=110)
+    title = f"{arguments.size} decoder, {result['device']}, torch {torch.__version__}"
+    draw({names[way]: curve for way, curve in means.items()}, title, f"step of {tokens:,} tokens", arguments.out)
 
 
 def main() -> None:
