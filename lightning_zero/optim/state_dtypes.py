@@ -83,7 +83,8 @@ def round_state(name: str, value: Tensor, dtype: torch.dtype, noise: Tensor, num
 def fill_state(tensors: Sequence[Tensor], value: float) -> None:
     """Set all values of one state, given by its tensor, or by its codes and scales, to ``value``."""
     if len(tensors) == 2:
-        fill_quantized(*tensors, value)
+        codes, scales = tensors
+        fill_quantized(codes, scales, value)
     for tensor in tensors if len(tensors) == 1 else ():
         as_real(tensor).fill_(value)
 

@@ -377,7 +377,9 @@ class StepKernel:
                 after = rule.finish(before, update.to(before.dtype), scalar, factor)
                 after = torch.where(scalar["skip"] == 0, after, before) if "skip" in scalar else after
                 if run.rounds_param:
-                    after = stochastic_round(after, rounding_noise(*rest[len(keys) :], scalar["keys"]), number)
+                    owners, shifts, first = rest[len(keys) :]
+                    noise = rounding_noise(owners, shifts, first, scalar["keys"])
+                    after = stochastic_round(after, noise, number)
                 param.copy_(after)
                 return {}
 

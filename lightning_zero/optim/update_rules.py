@@ -255,8 +255,13 @@ def _sgd(descent: Descent, momentum: bool, nesterov: bool, dampens: bool) -> Rul
 
     names = ("momentum_buffer",) if momentum else ()
     # torch.optim does not dampen the first gradient.
-    initial = None if momentum and dampens else lambda group: {}
-    return Rule(("lr", "momentum", "dampening", "weight_decay"), names, scalars, apply, initial=initial)
+    return Rule(
+        ("lr", "momentum", "dampening", "weight_decay"),
+        names,
+        scalars,
+        apply,
+        initial=None if momentum and dampens else lambda group: {},
+    )
 
 
 @cache
