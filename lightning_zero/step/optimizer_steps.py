@@ -261,6 +261,7 @@ class OptimizerSteps:
         norm = None
         if clip is not None:
             self._cycle.finalize_gradients()
+            self._cycle.before_step(stepping=True)  # frees cached memory: the first clipping makes the state
             norm = self.stepper(optimizer).clip_norm(clip, later=True)
         try:
             self.begin(optimizer, skip, in_closure=False)

@@ -344,7 +344,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(bench.copies, CLIP))
         bench.plain.step()
         bench.check()
-    assert log == ["final", "begin", ("end", True)] * 3
+    assert log == ["final", "before", "begin", ("end", True)] * 3
     assert type(optimizers.stepper(bench.optimizer).runner) is CapturedRunner
 
 
