@@ -46,7 +46,6 @@ class Module(L.LightningModule):
     def __init__(self, architecture: Architecture, sizes: Sizes) -> None:
         super().__init__()
         self.architecture = architecture
-        self.automatic_optimization = ARGS.strategy != "fsdp2_graph"
         with quick_draws():
             made = architecture.make(sizes)
         modules = {"net": made} if isinstance(made, nn.Module) else made
@@ -54,7 +53,6 @@ class Module(L.LightningModule):
             setattr(self, name, module)
             if ARGS.no_dropout:
                 remove_dropout(module)
-        self.graph: StepGraph | None = None
         self.sharded = False
 
     def configure_model(self) -> None:
@@ -84,8 +82,32 @@ class Module(L.LightningModule):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
-        if ARGS.strategy != "fsdp2_graph":
-            return self.architecture.loss(self, batch)
+        return self.architecture.loss(self, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=torch.cuda.is_available())
+
+
+class PeerModule(Module):
+    """The same for other strategies. This one has no hooks that read gradients, as most users' modules."""
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
+        if ARGS.strategy != "ddp":
+            self.clip_gradients(optimizer, gradient_clip_val, "norm")
+        else:
+            clip_by_hand(self, gradient_clip_val)
+
+
+class GraphModule(PeerModule):
+    """The same with forward and backward in one CUDA graph."""
+
+    def __init__(self, architecture: Architecture, sizes: Sizes) -> None:
+        super().__init__(architecture, sizes)
+        self.automatic_optimization = False
+        self.graph: StepGraph | None = None
+
+    def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
         if self.graph is None:
             self.graph = StepGraph(lambda batch: self.architecture.loss(self, batch))
         loss = self.graph(batch)
@@ -95,15 +117,11 @@ class Module(L.LightningModule):
         optimizer.zero_grad(set_to_none=False)
         return loss
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
-        if ARGS.strategy != "ddp":
-            self.clip_gradients(optimizer, gradient_clip_val, "norm")
-        else:
-            clip_by_hand(self, gradient_clip_val)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [param for param in self.parameters() if param.requires_grad]
-        return torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=torch.cuda.is_available())
+def module_for(strategy: str) -> type[Module]:
+    if strategy.startswith("zero3"):
+        return Module
+    return GraphModule if strategy == "fsdp2_graph" else PeerModule
 
 
 def compile_calls(module: nn.Module) -> None:
@@ -229,7 +247,7 @@ def main() -> None:
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ARGS.devices, 1))
     start, clock, record = Start(), Clock(ARGS.warm), Record()
     turns = [DeviceTurn(ARGS.warm)] if ARGS.turns else []
-    module = Module(architecture, sizes)
+    module = module_for(ARGS.strategy)(architecture, sizes)
     trainer = L.Trainer(
         strategy=strategy_of(ARGS.strategy),
         devices=ARGS.devices,

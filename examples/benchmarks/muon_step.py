@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compare.fast_init import quick_draws
 from compare.timing import outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine
-from lightning_zero.optim.matrix_rules import newton_schulz
+from lightning_zero.optim.newton_schulz import newton_schulz
 
 MAX_NORM = 1.0
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -38,10 +39,12 @@ def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return matrices, [p for p in model.parameters() if id(p) not in chosen]
 
 
-def ours(size: str, capture: bool) -> Step:
+def ours(size: str, capture: bool, bucket_mb: float) -> Step:
     device = torch.device("cuda", torch.cuda.current_device())
-    engine = Engine(device, EngineConfig(tuning=Tuning(cuda_graph_step=capture), compute_dtype=torch.bfloat16))
-    model = Decoder(*SIZES[size])
+    tuning = Tuning(cuda_graph_step=capture, matrix_bucket_mb=bucket_mb)
+    engine = Engine(device, EngineConfig(tuning=tuning, compute_dtype=torch.bfloat16))
+    with quick_draws():
+        model = Decoder(*SIZES[size])
     matrices, others = split(model)
     engine.shard(model)
     optimizers = [torch.optim.Muon(matrices, lr=1e-5), torch.optim.AdamW(others, lr=1e-5, fused=True)]
@@ -62,7 +65,8 @@ def ours(size: str, capture: bool) -> Step:
 
 
 def plain(size: str, library: str) -> Step:
-    model = Decoder(*SIZES[size]).cuda()
+    with quick_draws():
+        model = Decoder(*SIZES[size]).cuda()
     matrices, others = split(model)
     copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in model.parameters()]
     for param in model.parameters():
@@ -101,12 +105,23 @@ def products(size: str) -> Step:
     return step
 
 
-WAYS: dict[str, Callable[[str], Step]] = {
-    "captured": lambda size: ours(size, True),
-    "eager": lambda size: ours(size, False),
-    "torch": lambda size: plain(size, "torch"),
-    "dion": lambda size: plain(size, "dion"),
-    "products": products,
+def print_kernels(step: Step, steps: int = 3) -> None:
+    """Print the milliseconds per step of the kernels that take most of them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda entry: -entry.self_device_time_total)
+    for entry in found[:16]:
+        print(f"    {entry.self_device_time_total / steps / 1e3:8.3f} ms {entry.count / steps:6.0f}  {entry.key[:90]}")
+
+
+WAYS: dict[str, Callable[[argparse.Namespace], Step]] = {
+    "captured": lambda arguments: ours(arguments.size, True, arguments.bucket_mb),
+    "eager": lambda arguments: ours(arguments.size, False, arguments.bucket_mb),
+    "torch": lambda arguments: plain(arguments.size, "torch"),
+    "dion": lambda arguments: plain(arguments.size, "dion"),
+    "products": lambda arguments: products(arguments.size),
 }
 
 
@@ -116,12 +131,14 @@ def main() -> None:
     parser.add_argument("--ways", default="captured,eager,torch,dion,products")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm", type=int, default=6)
+    parser.add_argument("--bucket-mb", type=float, default=256.0, help="matrix_bucket_mb of ours")
+    parser.add_argument("--kernels", action="store_true", help="also print the time of each kernel")
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     for way in arguments.ways.split(","):
         try:
-            step = WAYS[way](arguments.size)
+            step = WAYS[way](arguments)
         except ImportError as error:
             print(json.dumps({"way": way, "error": str(error)}), flush=True)
             continue
@@ -147,6 +164,8 @@ def main() -> None:
         }
         if dist.get_rank() == 0:
             print(json.dumps(result), flush=True)
+        if arguments.kernels:
+            print_kernels(step)
         del step
         torch.cuda.empty_cache()
     dist.destroy_process_group()

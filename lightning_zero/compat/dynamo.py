@@ -39,6 +39,9 @@ ListVariable = private("torch._dynamo.variables.ListVariable")
 # A dictionary; its keys are hashable wrappers of variables. (torch 2.11+)
 DictVariable = private("torch._dynamo.variables.ConstDictVariable")
 
+# Compiles a dimension of an argument for any size, if the code allows that. (torch 2.11+)
+mark_dynamic = private("torch._dynamo.maybe_mark_dynamic")
+
 # A number, a text or None; equal values are interchangeable in a trace. (torch 2.11+)
 ConstantVariable = private("torch._dynamo.variables.ConstantVariable")
 

@@ -109,8 +109,8 @@ class Tuning:
     )
     matrix_bucket_mb: float = _memory(
         "MiB of full updates that an optimizer of matrices, such as Muon, has in memory at once on each rank. Default "
-        "256; at least one matrix. With several ranks, half of it is exchanged while the other half is computed. More "
-        "makes larger batches of matrices of one shape.",
+        "256; at least one matrix. With several ranks, half of it is exchanged while the other half is computed. One "
+        "rank alone has twice as much. More makes larger batches of matrices of one shape.",
         default=256.0,
         check=_mib(256),
     )
@@ -127,10 +127,10 @@ class Tuning:
     )
     grad_aliasing: bool | None = _memory(
         "Store reduced gradients in bfloat16 in the memory of the compute shards, with ``precision='bf16-mixed'`` and "
-        "one micro-batch per step. Default None: if ``memory`` needs it.",
+        "one micro-batch per step. Default None: if ``memory`` needs it, and on one rank if no user code reads them.",
         default=None,
         on_change=OnChange.REFUSE,
-        default_text="if `memory` needs it",
+        default_text="automatic",
     )
 
     prefetch: bool = _communication(
@@ -224,6 +224,11 @@ class Tuning:
         "``cuda_graphs`` for compiled forward and backward only. Default None: as ``cuda_graphs``.",
         default=None,
         default_text="as `cuda_graphs`",
+    )
+    share_capture_memory: bool = _cuda_graphs(
+        "Let the backwards of all captured graphs allocate from one pool, share the gradients of outputs, and reuse "
+        "the memory of outputs. Experimental: no GPU has run it. Default False.",
+        default=False,
     )
 
     compile_dynamic: bool | None = _compile(

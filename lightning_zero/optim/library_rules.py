@@ -10,10 +10,12 @@ import torch
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.lamb import lamb
 from lightning_zero.optim.lars import lars
+from lightning_zero.optim.matrix_rules import MatrixRule
 from lightning_zero.optim.reduction_rules import ReductionRule
+from lightning_zero.optim.soap import soap
 
 Group = Mapping[str, Any]
-MakeLibraryRule = Callable[[torch.optim.Optimizer, Group], ReductionRule]
+MakeLibraryRule = Callable[[torch.optim.Optimizer, Group], MatrixRule | ReductionRule]
 
 
 def _lamb(optimizer: torch.optim.Optimizer, group: Group) -> ReductionRule:
@@ -38,6 +40,12 @@ def _lars(optimizer: torch.optim.Optimizer, group: Group) -> ReductionRule:
     return lars(group["momentum"] > 0, bool(group["nesterov"]), _ascends(optimizer))
 
 
+def _soap(optimizer: torch.optim.Optimizer, group: Group) -> MatrixRule:
+    _refuse(bool(group["merge_dims"]), optimizer, "merge_dims=True")
+    _refuse(_ascends(optimizer), optimizer, "maximize=True")
+    return soap(group)
+
+
 def _ascends(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "maximize", False))
 
@@ -53,6 +61,7 @@ def _refuse(condition: bool, optimizer: torch.optim.Optimizer, option: str) -> N
 _RULES: Mapping[str, MakeLibraryRule] = {
     "pytorch_optimizer.optimizer.lamb.Lamb": _lamb,
     "pytorch_optimizer.optimizer.lars.LARS": _lars,
+    "pytorch_optimizer.optimizer.soap.SOAP": _soap,
 }
 
 

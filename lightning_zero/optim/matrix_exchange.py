@@ -7,7 +7,7 @@ matrix has one owner, the rank with the least work so far. Matrices of one shape
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -273,18 +273,20 @@ def update_memory(
 
 def _workspace_bytes(layouts: Sequence[ShardLayout], rule: MatrixRule) -> int:
     """Return the bytes that the transforms of these layouts allocate, one batch after the other."""
-    most = 0.0
-    for shape, count in Counter(layout.shape for layout in layouts).items():
-        number, rows, columns = rule.matrices(shape)
-        gathered = rows * columns  # of all shards, before they are transformed
-        most = max(most, count * number * (gathered + rule.workspace(rows, columns)))
-    return int(most * rule.dtype.itemsize)
+    numels: Counter[Hashable] = Counter()
+    for layout in layouts:
+        number, rows, columns = rule.matrices(layout.shape)
+        # The full updates of all shards. Those of one shard may be views.
+        views = rule.transform_batches is not None and layout.world_size == 1 and layout.order is None
+        gathered = 0 if views else rows * columns
+        numels[rule.batch_key(layout.shape)] += int(number * (gathered + rule.workspace(rows, columns)))
+    return max(numels.values(), default=0) * rule.dtype.itemsize
 
 
 def _copies(ranks: int, buckets: int) -> int:
     """Return the number of buffers: of updates, of parts sent and returned, and of parts received."""
-    if ranks == 1:
-        return 1
+    if ranks == 1:  # the next bucket is prepared while one is transformed
+        return 2 if buckets > 1 else 1
     # Three buckets are received at once: the next one, the one that is transformed, and the one that is sent back.
     return 6 if buckets > 1 else 3
 
@@ -329,11 +331,25 @@ class ExchangeBuffers(NamedTuple):
 
 
 def _buffers(tensors: Sequence[Tensor], copies: int, number: int) -> ExchangeBuffers:
+    if copies <= 2:
+        return ExchangeBuffers(*[tensors[number % copies]] * 4)
     update = tensors[0]
     if copies == 6:
         return ExchangeBuffers(update, tensors[1], tensors[2], tensors[3 + number % 3])
-    packed, received = (tensors[1], tensors[2]) if copies == 3 else (update, update)
-    return ExchangeBuffers(update, packed, packed, received)
+    return ExchangeBuffers(update, tensors[1], tensors[1], tensors[2])
+
+
+class Batch(NamedTuple):
+    """Parameters of one layout that this rank owns.
+
+    Attributes:
+        parts: For each parameter, the shards' parts as (shards, elements).
+        states: For each parameter, the state that every rank stores in full.
+    """
+
+    layout: ShardLayout
+    parts: list[Tensor]
+    states: list[Tensors]
 
 
 class MatrixExchange:
@@ -353,6 +369,7 @@ class MatrixExchange:
 
     Attributes:
         update: Updates of this rank's shards, in the order of memory.
+        result: The same memory, in the dtype of transformed updates.
         workspace_bytes: Bytes that :meth:`transform` allocates at its peak.
     """
 
@@ -372,6 +389,7 @@ class MatrixExchange:
         ]
         self._owned = [i for i in self._order if bucket.owners[i] == group.rank]
         self.update = buffers.update[: bucket.numel]
+        self.result = self.update.view(rule.result_dtype or rule.dtype)
         self._packed = buffers.sent[: bucket.numel]
         self._returned = buffers.returned[: bucket.numel]
         self._received = buffers.received[: group.size * self._sent[group.rank]].view(group.size, -1)
@@ -411,31 +429,40 @@ class MatrixExchange:
             begin += numel
 
     def transform(self, scalars: Tensors | None = None) -> None:
-        """Transform the matrices of this rank in place, in batches of one shape.
+        """Transform the matrices of this rank in place, in batches of one shape, or of one kind.
 
         Args:
             scalars: The rule's scalars, and ``skip``: state does not change if it is not zero.
         """
-        for layout, parts, states in self._batches():
-            self._transform_batch(layout, parts, states, scalars or {})
+        batches: dict[Hashable, list[Batch]] = {}
+        for batch in self._batches():
+            batches.setdefault(self._rule.batch_key(batch.layout.shape), []).append(batch)
+        for several in batches.values():
+            self._transform_batches(several, scalars or {})
 
-    def _transform_batch(
-        self, layout: ShardLayout, parts: list[Tensor], states: list[Tensors], scalars: Tensors
-    ) -> None:
-        # A call of its own frees the tensors of a batch before the next one.
-        full = self._gathered(layout, parts)
-        number, rows, columns = self._rule.matrices(layout.shape)
-        updates = full.reshape(len(parts) * number, rows, columns)
-        if self._rule.shared is None:
-            done = self._rule.transform(updates)
-        else:
-            done = self._transform_with_state(updates, rows, columns, states, scalars)
-        self._scatter(layout, parts, done.reshape(len(parts), *layout.shape))
-
-    def _transform_with_state(
-        self, updates: Tensor, rows: int, columns: int, states: list[Tensors], scalars: Tensors
-    ) -> Tensor:
+    def _transform_batches(self, batches: Sequence[Batch], scalars: Tensors) -> None:
+        # A call of its own frees the tensors of these batches before the next ones.
         rule = self._rule
+        together = rule.shared is None and rule.transform_batches is not None
+        if together:  # the rule joins them, so parameters of one rank alone are not copied first
+            batches = [Batch(layout, [part], []) for layout, parts, _ in batches for part in parts]
+        updates = []
+        for layout, parts, _ in batches:
+            number, rows, columns = rule.matrices(layout.shape)
+            updates.append(self._gathered(layout, parts).reshape(len(parts) * number, rows, columns))
+        if together:
+            assert rule.transform_batches is not None
+            done = list(rule.transform_batches(updates))
+        elif rule.shared is not None:
+            done = [self._transform_with_state(own, b.states, scalars) for own, b in zip(updates, batches, strict=True)]
+        else:
+            done = [rule.transform(own) for own in updates]
+        del updates
+        for (layout, parts, _), own in zip(batches, done, strict=True):
+            self._scatter(layout, parts, own.reshape(len(parts), *layout.shape))
+
+    def _transform_with_state(self, updates: Tensor, states: list[Tensors], scalars: Tensors) -> Tensor:
+        rule, (rows, columns) = self._rule, updates.shape[1:]
         assert rule.shared is not None
         assert rule.transform_with_state is not None, "a rule with shared state needs transform_with_state"
         old = {
@@ -446,7 +473,7 @@ class MatrixExchange:
         done, new = rule.transform_with_state(updates, wide, scalars)
         for name, value in new.items():
             kept = value if "skip" not in scalars else torch.where(scalars["skip"] == 0, value, wide[name])
-            for state, one in zip(states, kept.view(len(states), -1), strict=True):
+            for state, one in zip(states, kept.reshape(len(states), -1), strict=True):
                 state[name].copy_(one.view(state[name].shape))
         return done.to(updates.dtype)
 
@@ -466,8 +493,7 @@ class MatrixExchange:
         for value, new in zip(values, flat.split([value.numel() for value in values]), strict=True):
             value.copy_(new.view(value.shape))
 
-    def _batches(self) -> Iterator[tuple[ShardLayout, list[Tensor], list[Tensors]]]:
-        """Yield a layout, and for each matrix the shards' parts as (shards, elements), and its state."""
+    def _batches(self) -> Iterator[Batch]:
         layouts, several = self.bucket.layouts, self._group.size > 1
         begins = dict(zip(self._owned, accumulate([0, *(layouts[i].shard_numel for i in self._owned)]), strict=False))
         ranges = self.bucket.ranges
@@ -476,7 +502,7 @@ class MatrixExchange:
             indices = list(members)
             firsts = [begins[i] if several else ranges[i][0] for i in indices]
             parts = [self._received[:, begin : begin + layout.shard_numel] for begin in firsts]
-            yield layout, parts, [shared[i] for i in indices]
+            yield Batch(layout, parts, [shared[i] for i in indices])
 
     def _gathered(self, layout: ShardLayout, parts: list[Tensor]) -> Tensor:
         """Return full updates of shape (number, *shape)."""
@@ -490,7 +516,9 @@ class MatrixExchange:
         return torch.stack([layout.permute_from_memory(one) for one in full]) if layout.order else full
 
     def _scatter(self, layout: ShardLayout, parts: list[Tensor], done: Tensor) -> None:
+        dtype = self._rule.result_dtype or self._rule.dtype
         for part, one in zip(parts, done, strict=True):
+            part = part.view(dtype)
             flat = layout.permute_to_memory(one).reshape(-1)
             for shard, row in enumerate(self._rows):
                 begin, end = layout.shard_range(shard)

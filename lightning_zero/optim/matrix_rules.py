@@ -8,7 +8,7 @@ applies the transformed update to the shards, elementwise again. ``optim/matrix_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.symmetric_products import has_kernel, symmetric_product
+from lightning_zero.optim.newton_schulz import (
+    kind,
+    newton_schulz,
+    newton_schulz_flops,
+    newton_schulz_of_batches,
+    newton_schulz_workspace,
+)
 
 Tensors = dict[str, Tensor]
 
@@ -64,6 +70,9 @@ class MatrixRule:
         prepare: (parameter, gradient, state, scalars; flat shards in float32) -> (update, new state). Elementwise.
         transform: (updates of shape (number, rows, columns) in ``dtype``) -> transformed updates of the same shape. The
             updates may be overwritten.
+        transform_batches: Instead of ``transform``, for matrices of several shapes: (batches of updates, each of shape
+            (number, rows, columns)) -> transformed batches.
+        kind: (rows, columns) -> value that is equal for matrices that one call of ``transform_batches`` transforms.
         finish: (parameter, update, scalars; flat shards in float32; factor) -> new parameter. Elementwise.
         factor: (parameter's shape) -> number that ``finish`` receives.
         flops: (rows, columns) -> operations of ``transform`` for one matrix, by which matrices are assigned to ranks.
@@ -71,11 +80,13 @@ class MatrixRule:
             Memory plans count them.
         matrices: (parameter's shape) -> number, rows and columns of its matrices.
         dtype: In which updates are sent and transformed.
+        result_dtype: In which transformed updates are stored, of the same size as ``dtype``; None: ``dtype``.
         counts: Names of 0-dim state. ``"step"`` counts the steps, from 1.
         shared: (rows, columns) -> shapes by name of the state of one matrix, such as a value per row. Every rank stores
             it in full, so it should be small. A 3-D parameter has one for each of its matrices.
         transform_with_state: Instead of ``transform`` if there is ``shared`` state: (updates, state with one more
             dimension for the number of matrices, scalars; state in float32) -> (transformed updates, new state).
+        captured: The step may be replayed as a CUDA graph. False if a transform makes the host wait for the device.
     """
 
     settings: tuple[str, ...]
@@ -89,9 +100,18 @@ class MatrixRule:
     workspace: Callable[[int, int], float] = lambda rows, columns: 2.0 * rows * columns
     matrices: Callable[[torch.Size], tuple[int, int, int]] = as_matrices
     dtype: torch.dtype = torch.bfloat16
+    result_dtype: torch.dtype | None = None
     counts: tuple[str, ...] = ()
+    transform_batches: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    kind: Callable[[int, int], Hashable] = lambda rows, columns: (rows, columns)
     shared: Callable[[int, int], dict[str, tuple[int, ...]]] | None = None
     transform_with_state: Callable[[Tensor, Tensors, Tensors], tuple[Tensor, Tensors]] | None = None
+    captured: bool = True
+
+    def batch_key(self, shape: torch.Size) -> Hashable:
+        """Return a value that is equal for parameters that are transformed together."""
+        together = self.transform_batches is not None and self.shared is None
+        return self.kind(*self.matrices(shape)[1:]) if together else shape
 
     def shared_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the shapes of the shared state of a parameter of this shape, by name."""
@@ -100,47 +120,6 @@ class MatrixRule:
         number, rows, columns = self.matrices(shape)
         lead = (number,) if len(shape) == 3 and (rows, columns) == tuple(shape[1:]) else ()
         return {name: torch.Size((*lead, *own)) for name, own in self.shared(rows, columns).items()}
-
-
-def newton_schulz_flops(rows: int, columns: int) -> float:
-    """Return the operations of one Newton-Schulz iteration, up to a constant."""
-    short, long = sorted((rows, columns))
-    return float(short * short * (2 * long + short))
-
-
-def newton_schulz_workspace(rows: int, columns: int) -> float:
-    """Return the elements that :func:`newton_schulz` allocates for a matrix: two results, one product."""
-    return 2.0 * rows * columns + min(rows, columns) ** 2
-
-
-def newton_schulz(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return approximate orthogonal factors of matrices, as ``torch.optim.Muon`` computes them.
-
-    The iteration is the quintic one of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
-
-    Args:
-        updates: Matrices of shape (number, rows, columns).
-        coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
-        steps: Number of iterations.
-        eps: Lower bound of the Frobenius norm by which a matrix is divided first.
-    """
-    a, b, c = coefficients
-    tall = updates.size(-2) > updates.size(-1)
-    x = updates / torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    # baddbmm first copies x to its result. The kernel adds ``a I`` to the polynomial instead, before it rounds.
-    shift = a if has_kernel(x.mT if tall else x) else 0.0
-
-    def iterate(x: Tensor) -> Tensor:
-        gram = symmetric_product(x.mT if tall else x)
-        polynomial = symmetric_product(gram, base=gram, alpha=c, beta=b, shift=shift)
-        del gram  # bounds the memory, see newton_schulz_workspace
-        # Tall matrices are multiplied from the right, so that nothing is transposed.
-        left, right = (x, polynomial) if tall else (polynomial, x)
-        return torch.bmm(left, right) if shift else torch.baddbmm(x, left, right, beta=a)
-
-    for _ in range(steps):
-        x = iterate(x)
-    return x
 
 
 _FACTORS: Mapping[str, Callable[[int, int], float]] = {
@@ -196,8 +175,14 @@ def _muon(
     def factor(rows: int, columns: int) -> float:
         return _FACTORS[adjust](rows, columns)
 
+    def flops(rows: int, columns: int) -> float:
+        return newton_schulz_flops(rows, columns, coefficients, steps)
+
     def orthogonalize(updates: Tensor) -> Tensor:
         return newton_schulz(updates, coefficients, steps, eps)
+
+    def orthogonalize_batches(batches: Sequence[Tensor]) -> list[Tensor]:
+        return newton_schulz_of_batches(batches, coefficients, steps, eps)
 
     def orthogonalize_parts(updates: Tensor) -> Tensor:
         parts = updates.split(split_sizes, dim=-2)
@@ -226,8 +211,11 @@ def _muon(
         transform=orthogonalize_parts if split_sizes else orthogonalize,
         finish=finish,
         factor=lambda shape: 1.0 if split_sizes else factor(*matrices(shape)[1:]),
-        flops=lambda rows, columns: sum(newton_schulz_flops(part, columns) for part in split_sizes or (rows,)),
+        flops=lambda rows, columns: sum(flops(part, columns) for part in split_sizes or (rows,)),
         workspace=lambda rows, columns: newton_schulz_workspace(rows, columns) + (rows * columns if split_sizes else 0),
         matrices=matrices,
         dtype=dtype,
+        result_dtype=torch.float16 if dtype is torch.bfloat16 else None,
+        transform_batches=None if split_sizes else orthogonalize_batches,
+        kind=kind,
     )

@@ -63,6 +63,7 @@ def with_neuron_norms(rule: MatrixRule, split_sizes: tuple[int, ...] = ()) -> Ma
         workspace=_wider(rule.workspace),
         shared=lambda rows, columns: {"variance_neuron": (rows, 1)},
         transform_with_state=transform,
+        result_dtype=None,
     )
 
 

@@ -48,6 +48,7 @@ from lightning_zero.optim.quantized_state import (
     scales_key,
 )
 from lightning_zero.optim.reduction_rules import Reduction, ReductionRule
+from lightning_zero.optim.side_stream import SideStream
 from lightning_zero.optim.state_dtypes import round_state
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import AnyRule, Rule, needs_ranks, rule_for
@@ -97,7 +98,11 @@ class StepKernel:
         self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device, memory)
         self._sends = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
         # The copies of a staging ring cannot continue from one captured graph to the next.
-        self._capture = capture and not (self._sends and ring is not None)
+        can_capture = all(rule.captured for rule in self._rules if isinstance(rule, MatrixRule))
+        self._capture = capture and can_capture and not (self._sends and ring is not None)
+        # Copies of a staging ring are ordered with the current stream only.
+        several = len(self._exchanges) > 1 and not self._sends and ring is None
+        self._side = SideStream(device if several and device.type == "cuda" else None)
         self._sum_over_ranks = sum_over_ranks
         # Shared state of all matrices, which their owners send to all ranks after a step.
         shared = sum(exchange.bucket.shared_numel for exchange in self._exchanges) if self._sends else 0
@@ -222,8 +227,7 @@ class StepKernel:
         begin.append(partial(StepKernel._begin_update, own))
         end = partial(StepKernel._end_update, own)
         if not self._sends:
-            buckets = (partial(StepKernel._step_bucket, own, number) for number in range(len(self._exchanges)))
-            return [*parts, graphed(*begin, *buckets, end)]
+            return [*parts, graphed(*begin, partial(StepKernel._step_buckets, own), end)]
 
         exchanges, last = self._exchanges, len(self._exchanges) - 1
 
@@ -316,11 +320,23 @@ class StepKernel:
         for _ in self._chunks:
             raise AssertionError("a chunk of the flat runs was not stepped")
 
-    def _step_bucket(self, number: int) -> None:
-        """Step one bucket of matrices, all of which this rank holds."""
-        self._prepare(number)
-        self._transform(number)
-        self._finish(number)
+    def _step_buckets(self) -> None:
+        """Step the buckets of matrices, all of which this rank holds.
+
+        The elementwise parts of neighboring buckets run while a bucket is transformed: products use little of the
+        memory's bandwidth.
+        """
+        side, count = self._side, len(self._exchanges)
+        side.follow()
+        ready = [side.launch(partial(self._prepare, number)) for number in range(min(1, count))]
+        for number in range(count):
+            if number + 1 < count:
+                ready.append(side.launch(partial(self._prepare, number + 1)))
+            ready[number]()
+            self._transform(number)
+            side.follow()
+            side.launch(partial(self._finish, number))
+        side.join()
 
     def _transform(self, number: int) -> None:
         exchange = self._exchanges[number]
@@ -363,7 +379,7 @@ class StepKernel:
         assert run is not None
         rule, numbers = self._rule(run), self._scalars[id(run)]
         assert isinstance(rule, MatrixRule)
-        number = len(run.stored_dtypes)  # of the weights among the values that share the noise
+        place = len(run.stored_dtypes)  # of the weights among the values that share the noise
         flat, keys = run.param.detach().view(-1)[bucket.begin : bucket.end], list(numbers)
         for factor, ranges in groupby(
             zip(bucket.layouts, bucket.ranges, strict=True), key=lambda pair: rule.factor(pair[0].shape)
@@ -379,11 +395,11 @@ class StepKernel:
                 if run.rounds_param:
                     owners, shifts, first = rest[len(keys) :]
                     noise = rounding_noise(owners, shifts, first, scalar["keys"])
-                    after = stochastic_round(after, noise, number)
+                    after = stochastic_round(after, noise, place)
                 param.copy_(after)
                 return {}
 
-            param, update = flat[begin:end], exchange.update[begin:end]
+            param, update = flat[begin:end], exchange.result[begin:end]
             where: tuple[Tensor, ...] = ()
             if run.rounds_param:
                 at = self._state.positions[id(run)].part(bucket.begin + begin, bucket.begin + end)

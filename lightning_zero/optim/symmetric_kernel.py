@@ -1,4 +1,4 @@
-"""A Triton kernel for products of matrices by their own transpose.
+"""A Triton kernel for symmetric products of matrices, such as those by their own transpose.
 
 The kernel computes the blocks on or above the diagonal, and stores each in both places.
 :mod:`~lightning_zero.optim.symmetric_products` decides when to use it.
@@ -26,12 +26,14 @@ class Blocks(NamedTuple):
         inner: Elements of the inner dimension per iteration.
         warps: Warps of a program.
         stages: Iterations whose loads are in flight.
+        ratio: Columns of a block per row, 1 or 2; with descriptors.
     """
 
     rows: int
     inner: int
     warps: int
     stages: int
+    ratio: int = 1
 
 
 # The fastest or nearly the fastest of 14 for all of Llama's shapes on an H200, among them blocks of 128 x 256.
@@ -45,8 +47,24 @@ def programs(size: int, rows: int = BLOCKS.rows) -> int:
 
 
 @triton.jit if triton is not None else lambda kernel: kernel
+def place_of(tile, size, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the block row and block column of a program."""
+    # A triangle of `wide` block columns is folded into a rectangle: line r holds the triangle's lines r and wide-1-r
+    # (or wide-r if `wide` is odd), which together have one length. So no program starts below the diagonal.
+    wide = (size + ROWS - 1) // ROWS
+    length = wide + 1 - wide % 2
+    line = tile // length
+    step = tile % length
+    first = step < wide - line
+    upper = tl.where(first, line, wide - line - (1 - wide % 2))
+    column = tl.where(first, line + step, upper + step - (wide - line))
+    return upper, column
+
+
+@triton.jit if triton is not None else lambda kernel: kernel
 def _upper_blocks(  # type: ignore[no-untyped-def]
     x_ptr,
+    y_ptr,
     base_ptr,
     out_ptr,
     size,
@@ -62,23 +80,16 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    # A triangle of `wide` block columns is folded into a rectangle: line r holds the triangle's lines r and wide-1-r
-    # (or wide-r if `wide` is odd), which together have one length. So no program starts below the diagonal.
-    wide = (size + ROWS - 1) // ROWS
-    length = wide + 1 - wide % 2
-    line = tl.program_id(0) // length
-    step = tl.program_id(0) % length
-    first = step < wide - line
-    upper = tl.where(first, line, wide - line - (1 - wide % 2))
-    column = tl.where(first, line + step, upper + step - (wide - line))
+    upper, column = place_of(tl.program_id(0), size, ROWS)
     rows = upper * ROWS + tl.arange(0, ROWS)
     columns = column * ROWS + tl.arange(0, ROWS)
     batch = tl.program_id(1).to(tl.int64)
 
     depth = tl.arange(0, INNER)
     x_ptr += batch * x_batch
+    y_ptr += batch * x_batch
     left = x_ptr + rows[:, None] * x_row + depth[None, :] * x_inner
-    right = x_ptr + columns[None, :] * x_row + depth[:, None] * x_inner
+    right = y_ptr + columns[None, :] * x_row + depth[:, None] * x_inner
     total = tl.full((ROWS, ROWS), 0.0, tl.float32)
     for begin in range(0, inner, INNER):
         if MASKED:
@@ -116,18 +127,31 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
 
 
 def symmetric_product(
-    x: Tensor, base: Tensor | None, alpha: float, beta: float, shift: float, blocks: Blocks = BLOCKS
+    x: Tensor,
+    y: Tensor | None,
+    base: Tensor | None,
+    alpha: float,
+    beta: float,
+    shift: float,
+    out: Tensor | None = None,
+    blocks: Blocks = BLOCKS,
 ) -> Tensor:
-    """Return ``alpha * x @ x.mT + beta * base + shift * I`` in the dtype of ``x``, accumulated in float32.
+    """Return ``alpha * x @ y.mT + beta * base + shift * I`` in the dtype of ``x``, accumulated in float32.
 
     Args:
         x: Matrices of shape (number, size, inner), with any strides.
+        y: Matrices of the same shape and strides; the product is computed above the diagonal, and mirrored. None: x.
         base: Symmetric matrices of shape (number, size, size), contiguous; None: zeros.
+        out: The result's memory, contiguous; None: new memory.
     """
     number, size, inner = x.shape
-    out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
+    assert y is None or y.stride() == x.stride(), "the factors of a symmetric product have the same strides"
+    if out is None:
+        out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
+    assert out.is_contiguous(), "the kernel stores contiguous matrices"
     _upper_blocks[programs(size, blocks.rows), number](
         x,
+        x if y is None else y,
         out if base is None else base,
         out,
         size,

@@ -209,7 +209,8 @@ def _caller() -> str:
     frame: FrameType | None = sys._getframe(3)
     # Modes (a torch.device context) and methods that torch implements in Python may be in between.
     while frame is not None and (
-        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__", "") in _DISPATCH_MODULES
+        frame.f_code.co_name in ("__torch_function__", "_zero_call")
+        or frame.f_globals.get("__name__", "") in _DISPATCH_MODULES
     ):
         frame = frame.f_back
     return "" if frame is None else frame.f_globals.get("__name__", "")

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import DisableTorchFunctionSubclass, Tensor, nn
 
 from lightning_zero.compat.argument_checks import BROADCAST, TENSOR
+from lightning_zero.compat.lookup import Absent
+from lightning_zero.compat.modules import skip_code
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, as_real
 
@@ -325,6 +327,15 @@ def _component(name: str) -> Any:
     return property(component.__get__, write)
 
 
+# Queries of a parameter about its dtype and device.
+_KIND_QUERIES = (
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    cast(Any, Tensor.dtype).__get__,
+    cast(Any, Tensor.device).__get__,
+)
+
+
 class _ShardMethods:
     _zero_spec: ShardSpec
     _zero_rule_of: ClassVar[Callable[[Any], Rule]]
@@ -344,9 +355,21 @@ class _ShardMethods:
         return raise_unsupported_for(Tensor.set_, self._zero_spec)
 
     @classmethod
-    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls._zero_rule_of(func)(func, args, kwargs or {})
+        # Models look for their dtype among their parameters in forward. That must not break the graph.
+        if torch.compiler.is_compiling() and func in _KIND_QUERIES:
+            with DisableTorchFunctionSubclass():
+                return func(*args)
+        return cls._zero_call(func, args, kwargs or {})
+
+    @classmethod
+    @torch.compiler.disable
+    def _zero_call(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return cls._zero_rule_of(func)(func, args, kwargs)
+
+
+if not isinstance(skip_code, Absent):  # eager calls from compiled code
+    skip_code(cast(Any, _ShardMethods.__torch_function__).__func__.__code__)
 
 
 class ShardTensor(_ShardMethods, Tensor):

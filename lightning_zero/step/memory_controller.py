@@ -25,7 +25,7 @@ from lightning_zero.optim.matrix_exchange import update_memory
 from lightning_zero.optim.quantized_state import is_stored_key
 from lightning_zero.optim.reduction_rules import ReductionRule, of_parameter, shared_bytes
 from lightning_zero.optim.state_dtypes import stored_bytes, stored_dtypes
-from lightning_zero.optim.update_rules import MatrixRule, needs_ranks, rule_for
+from lightning_zero.optim.update_rules import MatrixRule, Rule, needs_ranks, rule_for
 from lightning_zero.sharding.flat_memory import can_be_on_host, compute_dtype_of, free_gradients
 from lightning_zero.sharding.param_record import Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
@@ -93,7 +93,7 @@ class MemoryController:
             self._move_masters_to_host(config)
         if self._optimizers.on_host and "optimizer" not in config.offload:
             self._planner.first_step.expect_state_from_host()
-        over = bool(config.tuning.grad_aliasing)
+        over = bool(config.tuning.grad_aliasing) or self.gradients.automatic
         moves = self._optimizers.config.offload != config.offload or over != self.gradients.aliased
         self._optimizers.configure(config)
         if over != self.gradients.aliased:
@@ -123,6 +123,8 @@ class MemoryController:
         config = self._session.config
         if not self.gradients.single_micro_batch:
             self.gradients.stop_aliasing()  # an earlier training may have aliased them
+        if self.gradients.choose(config, optimizers):
+            self._planner.empty_cache()
         if config.memory is not None:  # so that the communicator's memory is measured
             self._transports.connect(self._sharder.executor)
         update = self._planner.plan_before_training(config, self._facts(config, optimizers))
@@ -239,20 +241,47 @@ class GradientPlacement:
     """Places one engine's gradients in their own memory, or aliases the compute copies of the weights.
 
     A plan may alias them only if each step certainly has one micro-batch. If another one arrives, the planned aliasing
-    is undone.
+    is undone. Without a plan, :meth:`choose` aliases them on one rank if no user code can tell the difference.
 
     Args:
         compiled: the engine's compiled steps, whose captures hold addresses of gradients.
 
     Attributes:
         single_micro_batch: each step certainly has one micro-batch; set before training begins.
+        unread: no user code reads gradients; set before training begins.
+        automatic: :meth:`choose` has aliased them.
     """
 
     def __init__(self, compiled: CompiledStepHooks) -> None:
         self._compiled = compiled
         self._session = compiled.session
         self._sharder = compiled.sharder
-        self.single_micro_batch = False
+        self.single_micro_batch = self.unread = self.automatic = False
+
+    def choose(self, config: EngineConfig, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Alias gradients without ``memory`` if that is certainly safe, and return True if they moved.
+
+        On one rank with ``reduce_dtype="bf16"``, the rounding is the one that this option stands for. Rules are
+        elementwise: others may need gradients in the parameters' dtype, or call backward several times.
+        """
+        rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        wanted = (
+            self._sharder.mesh.world_size == 1
+            and (self.single_micro_batch and self.unread)
+            and (config.memory is None and config.tuning.grad_aliasing is None)
+            and (config.may_alias_gradients and config.reduce_dtype == "bf16")
+            and all(isinstance(rule, Rule) for rule in rules)
+            and not self._have_hooks()
+        )
+        moves = wanted != self.aliased and (wanted or self.automatic)
+        self.automatic = wanted
+        if moves:
+            self.set_aliasing(wanted)
+        return moves
+
+    def _have_hooks(self) -> bool:
+        with no_shard_dispatch():
+            return any(record.param._post_accumulate_grad_hooks for record in self._sharder.live)
 
     def aliasable_bytes(self, config: EngineConfig) -> int:
         """Return the bytes that aliasing would save; 0 if it is not certainly possible, or set by hand."""
@@ -305,6 +334,14 @@ class GradientPlacement:
             return
         self.single_micro_batch = False
         saved = self.bytes_taken(False, None) - self.bytes_taken(True, config.compute_dtype)
+        if self.automatic:
+            self.automatic = False
+            self.set_aliasing(False)
+            self._session.progress.report(
+                "Several micro-batches share a step, so gradients have memory of their own from now on, "
+                f"{format_bytes(saved)}. Pass tuning=Tuning(grad_aliasing=False) to have it from the beginning."
+            )
+            return
         update = self._session.planner.stop_grad_aliasing()
         if update is None:
             return

@@ -18,6 +18,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.flat_runs import State, StateOnHost
 from lightning_zero.optim.matrix_exchange import ExchangeMemory, MatrixGroup
+from lightning_zero.optim.matrix_rules import MatrixRule
 from lightning_zero.optim.parameter_sums import of_run
 from lightning_zero.optim.reduction_rules import shared_shapes
 from lightning_zero.optim.state_dtypes import fill_state
@@ -110,6 +111,9 @@ def reason_not_captured(
     pairs = [dtype for dtype in dtypes if dtype.is_complex]
     if pairs and not is_torch_optimizer(optimizer):
         return f"it steps parameters of {str(pairs[0]).removeprefix('torch.')}, which its rule may not treat as pairs"
+    rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
+    if any(isinstance(rule, MatrixRule) and not rule.captured for rule in rules):
+        return "its rule makes the host wait for the device"
     if not StepKernel.supports(optimizer, optimizer.param_groups):
         return (
             "its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). "

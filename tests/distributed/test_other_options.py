@@ -74,6 +74,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "cross_host_reduce": engine.executor.reduces_across_once,
         "cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "cuda_graph_model": engine.cuda_graphs._option,
+        "share_capture_memory": engine.cuda_graphs.memory.shared,
         "sync_collectives": sync,
         "nan_fill": nan_fill,
         "emulate_cross_host_gb_per_s": engine.executor.transport._limit,

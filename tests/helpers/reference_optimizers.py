@@ -1,6 +1,6 @@
 """Optimizers of whole parameters in plain torch: oracles for the rules on shards.
 
-The first two have the names and options of classes of ``pytorch_optimizer``, by which their rules are found. They are
+All but the last have the names and options of classes of ``pytorch_optimizer``, by which their rules are found. They are
 written from the papers, and ``examples/benchmarks/optimizer_rules.py`` compares the rules with the package itself.
 """
 
@@ -17,7 +17,7 @@ from lightning_zero.optim.matrix_rules import _muon
 from lightning_zero.optim.normuon import with_neuron_norms
 from tests.helpers.muon import orthogonalize
 
-__all__ = ["LARS", "Lamb", "NorMuon"]
+__all__ = ["LARS", "SOAP", "Lamb", "NorMuon"]
 
 
 class Oracle(torch.optim.Optimizer):
@@ -84,6 +84,63 @@ class LARS(Oracle):
         param.sub_(way, alpha=group["lr"])
 
 
+class SOAP(Oracle):
+    """SOAP for matrices and batches of matrices, one by one."""
+
+    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.1, **options: Any) -> None:
+        defaults: dict[str, Any] = {
+            "betas": (0.9, 0.95),
+            "shampoo_beta": None,
+            "precondition_frequency": 3,
+            "eps": 1e-4,
+        }
+        defaults |= {"max_precondition_dim": 10, "merge_dims": False, "correct_bias": True, "normalize_gradient": False}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay} | defaults | options)
+
+    def change(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        shape = (-1, *param.shape[1:]) if param.ndim == 3 else (1, param.shape[0], param.numel() // param.shape[0])
+        if not state:
+            state.update(steps=-1, own=[{} for _ in param.view(shape)])
+        state["steps"] += 1
+        for one, matrix, own in zip(param.view(shape), grad.view(shape), state["own"], strict=True):
+            self._change(one, matrix, group, own, state["steps"])
+
+    def _change(self, param: Tensor, grad: Tensor, group: dict[str, Any], own: dict[str, Any], steps: int) -> None:
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        gram_beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
+        used = [dim for dim, size in enumerate(grad.shape) if size <= group["max_precondition_dim"]]
+        if not own:
+            own.update(average=torch.zeros_like(grad), squares=torch.zeros_like(grad))
+            own["grams"] = {dim: torch.zeros(grad.shape[dim], grad.shape[dim]) for dim in used}
+
+        def turned(value: Tensor, back: bool = False) -> Tensor:
+            for dim, basis in own["bases"].items():
+                factor = basis if back else basis.T
+                value = factor @ value if dim == 0 else value @ factor.T
+            return value
+
+        if steps:
+            own["average"].lerp_(grad, 1 - beta1)
+            own["squares"].lerp_(turned(grad) ** 2, 1 - beta2)
+            update = turned(turned(own["average"]) / (own["squares"].sqrt() + eps), back=True)
+            if group["normalize_gradient"]:
+                update = update / ((update * update).mean().sqrt() + eps)
+            rate = group["lr"]
+            if group["correct_bias"]:
+                rate *= (1 - beta2**steps) ** 0.5 / (1 - beta1**steps)
+            param.sub_(update, alpha=rate).mul_(1 - group["lr"] * group["weight_decay"])
+        for dim, gram in own["grams"].items():
+            gram.lerp_(grad @ grad.T if dim == 0 else grad.T @ grad, 1 - gram_beta)
+        if not steps:
+            own["bases"] = {dim: torch.linalg.eigh(gram)[1].flip(1) for dim, gram in own["grams"].items()}
+        elif steps % group["precondition_frequency"] == 0:
+            for dim, gram in own["grams"].items():
+                product = gram @ own["bases"][dim]
+                order = (own["bases"][dim] * product).sum(0).argsort(descending=True)
+                own["squares"] = own["squares"].index_select(dim, order)
+                own["bases"][dim] = torch.linalg.qr(product[:, order])[0]
+
+
 class NorMuon(torch.optim.Muon):
     """NorMuon without bfloat16, also for parameters of more than two dimensions."""
 
@@ -132,5 +189,5 @@ def _normuon(group: Mapping[str, Any]) -> MatrixRule:
 
 register_matrix_rule(NorMuon, _normuon)
 
-for _cls in (Lamb, LARS):  # the names by which rules of libraries are found
+for _cls in (Lamb, LARS, SOAP):  # the names by which rules of libraries are found
     _cls.__module__ = f"pytorch_optimizer.optimizer.{_cls.__name__.lower()}"

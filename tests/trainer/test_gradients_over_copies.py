@@ -167,3 +167,61 @@ def goes_on(batches: int) -> list[bool]:
 def test_micro_batches_that_nobody_could_know_of_are_trained_with(ranks: Ranks) -> None:
     for found in ranks.run(2, goes_on, 8, deadline=120):
         assert found == [True] * 5 + [False] * 3
+
+
+def by_default(kind: str) -> list[Any]:
+    """Return for options of one rank: if gradients alias copies, their dtypes, and the losses."""
+    found = []
+    for chosen in ({}, {OVER: False}, {"reduce_dtype": "32"}):
+        torch._dynamo.reset()
+        model, strategy = Regression(), make_strategy(kind, **chosen)
+        trainer = make_trainer(
+            kind, strategy=strategy, precision="bf16-mixed", max_epochs=1, gradient_clip_val=0.5, limit_val_batches=2
+        )
+        trainer.fit(model, make_loader(kind, 12), make_loader(kind, 2, seed=1))
+        memory = strategy._require_engine().sharder.memory
+        dtypes = {gradient.dtype for gradient in memory.tensors(Role.GRADIENT)}
+        found.append((memory.alias_gradients, dtypes, model.losses))
+        if not chosen:  # a later training of the same model accumulates
+            later = make_strategy(kind)
+            options = {"precision": "bf16-mixed", "max_epochs": 1, "accumulate_grad_batches": 2}
+            make_trainer(kind, strategy=later, **options).fit(model, make_loader(kind, 4))
+            found.append((later._require_engine().sharder.memory.alias_gradients, set(), []))
+        close(model)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["compiled", "compiled, captured"])
+def test_one_rank_aliases_gradients_that_nobody_reads(ranks: Ranks, kind: str) -> None:
+    ((over, later, apart, exact),) = ranks.run(1, by_default, kind, deadline=120)
+    assert over[:2] == (True, {BF16})
+    assert not later[0]
+    assert apart[:2] == exact[:2] == (False, {torch.float32})
+    assert len(over[2]) >= 12
+    assert_close_relative(over[2][:12], apart[2], 2e-3, what="losses")
+    assert over[2][0] == apart[2][0]
+
+
+def is_aliased(trainer: Any) -> bool:
+    return trainer.strategy._require_engine().sharder.memory.alias_gradients
+
+
+def accumulates_later(batches: int) -> list[bool]:
+    found: list[bool] = []
+
+    class Changes(Regression):
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            found.append(is_aliased(self.trainer))
+            if index == batches // 2:
+                self.trainer.accumulate_grad_batches = 2
+
+    model = Changes()
+    trainer = make_trainer("compiled", strategy=make_strategy("compiled"), precision="bf16-mixed", max_epochs=1)
+    trainer.fit(model, make_loader("compiled", batches))
+    close(model)
+    return found
+
+
+def test_one_rank_stops_aliasing_if_micro_batches_follow(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, accumulates_later, 8, deadline=120)
+    assert found == [True] * 5 + [False] * 3

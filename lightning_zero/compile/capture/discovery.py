@@ -37,6 +37,7 @@ from lightning_zero.compat.tensors import (
 )
 from lightning_zero.compile.async_compile import PendingCompiles
 from lightning_zero.compile.capture import requires_grad as requires_grad_hooks
+from lightning_zero.compile.capture.changing_sizes import ChangingSizes
 from lightning_zero.compile.capture.module_hooks import ModuleHooks, guard_hooks, needs_hook_guards
 from lightning_zero.compile.capture.recompile_reason import FRAME, argument_names, explain_recompilation
 from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
@@ -103,6 +104,7 @@ class CompiledModules:
         self._outermost: str | None = None  # outermost module of the current call in a discovered step
         self._needs_input_gradients: set[str] = set()
         self._ints = ChangingInts()
+        self._sizes = ChangingSizes()
         self.modules: dict[str, nn.Module] = {}
         self.eager_reasons: dict[str, str] = {}
         self.limit_reasons: dict[str, str] = {}
@@ -157,9 +159,14 @@ class CompiledModules:
                 if depth == 0 and self._outermost in found:
                     self._watch_input_gradients(self._outermost, module, output)
 
+        def note_sizes(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if depth == 1 and self._outermost in found and self._inside.get(id(module)) == self._outermost:
+                self._sizes.add(self._outermost, args, kwargs)
+
         hooks = torch.nn.modules.module
         handles = [
             hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(note_sizes, with_kwargs=True),  # before `leave`
             hooks.register_module_forward_hook(leave, always_call=True),
         ]
         try:
@@ -307,6 +314,8 @@ class CompiledModules:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
+                    if self._arguments.get("dynamic") is None and not traced:
+                        self._sizes.mark(name, args, kwargs)
                     purpose = "training" if torch.is_grad_enabled() else "evaluation"
                     with tasks.task(f"Compiling {described} for {purpose}"), collect_young_only():
                         tasks.stage("tracing")

@@ -7,16 +7,83 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph
 from lightning_zero.offload.activations import ReservedBlocks
+
+
+class GradientBuffers:
+    """Memory for gradients of outputs, shared by backwards that never run at the same time."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []  # bytes; one for each differentiable output
+
+    def like(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return a tensor for the gradient of each output; None for outputs without one."""
+        wanted = [output.requires_grad for output in outputs]
+        numbers = [sum(wanted[:n]) for n in range(len(outputs))]
+        return [self._one(n, output) if yes else None for n, yes, output in zip(numbers, wanted, outputs, strict=True)]
+
+    def _one(self, number: int, output: Tensor) -> Tensor:
+        nbytes = output.numel() * output.element_size()
+        if number == len(self._memory):
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=output.device))
+        if self._memory[number].numel() < nbytes:  # earlier captures go on using the former memory
+            self._memory[number] = torch.zeros(nbytes, dtype=torch.uint8, device=output.device)
+        strides = torch.empty_like(output, device="meta").stride()
+        return self._memory[number][:nbytes].view(output.dtype).as_strided(output.shape, strides)
+
+
+class BackwardMemory:
+    """Memory of backwards that are replayed one after another.
+
+    Activations stay in the pool of their own graph. A backward's temporary tensors are gone when its replay has
+    ended, and its results are copied before the next replay. So all backwards of a step can allocate from one pool.
+    Blocks belong to one stream, so all captures use the same.
+
+    Args:
+        shared: False leaves each capture its own memory.
+
+    Attributes:
+        buffers: memory for the gradients of outputs, which are copied there before each replay.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self.shared = shared
+        self.buffers = GradientBuffers()
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
+
+    def gradients_like(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return a tensor for the gradient of each output; None for outputs without one."""
+        if self.shared:
+            return self.buffers.like(outputs)
+        return [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
+
+    def reusable(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of memory that later allocations of its pool may use."""
+        return cuda.without_owner(tensor) if self.shared and tensor.is_cuda else tensor
+
+    @property
+    def pool(self) -> Any:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+CHANGED_INPUT = "an input is changed in place"
 
 
 @dataclass(frozen=True)
@@ -29,6 +96,9 @@ class CaptureSpec:
         accumulates: True if gradients are usually added to existing ones.
         shared: another pair that never runs at the same time, whose memory is shared.
         segment: the executor's number of the gradients that this backward produces; -1 if unknown.
+        memory: of all backwards of the step.
+        several: a step has several graphs, so that backwards share a pool. A backward that is alone can reuse the
+            memory of activations instead.
     """
 
     compiled: Callable[..., Any]
@@ -38,6 +108,8 @@ class CaptureSpec:
     accumulates: bool
     shared: GraphPair | None
     segment: int = -1
+    memory: BackwardMemory = field(default_factory=partial(BackwardMemory, False))
+    several: bool = False
 
     def reserve_blocks(self) -> ReservedBlocks:
         """Return host memory for offloaded activations, shared with the pair that never runs at the same time."""
@@ -65,9 +137,14 @@ class CaptureSpec:
             NotImplementedError: a replay would behave differently; the message gives the reason.
         """
         before = [tensor._version for tensor in self.copied]
-        outputs = list(self.compiled(*self.inputs))
+        try:
+            outputs = list(self.compiled(*self.inputs))
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" not in str(error):
+                raise
+            raise NotImplementedError(CHANGED_INPUT) from error
         if [tensor._version for tensor in self.copied] != before:
-            raise NotImplementedError("an input is changed in place")
+            raise NotImplementedError(CHANGED_INPUT)
         if not all(isinstance(output, Tensor) for output in outputs):
             raise NotImplementedError("an output is not a tensor")
         owned = {value.untyped_storage().data_ptr() for value in self.inputs if isinstance(value, Tensor)}
@@ -75,7 +152,7 @@ class CaptureSpec:
             raise NotImplementedError("an output is an input, or a view of one")
         return outputs
 
-    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def run_backward(self, outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Leave the gradients of ``copied`` in ``.grad``; the executor takes those of parameters."""
         torch.autograd.backward(outputs, grads)
         copied = {id(tensor) for tensor in self.copied}
@@ -179,7 +256,8 @@ class CUDAGraphPair:
     def __init__(self, spec: CaptureSpec) -> None:
         executor, device = spec.executor, spec.executor.device
         shared = spec.shared if isinstance(spec.shared, CUDAGraphPair) else None
-        stream = shared._stream if shared is not None else torch.cuda.Stream(device)
+        own = spec.memory.stream(device) if spec.memory.shared else torch.cuda.Stream(device)
+        stream = shared._stream if shared is not None else own
         self._stream, current = stream, torch.cuda.current_stream(device)
         # otherwise the graph would contain a wait for one particular step
         executor.weights.sync_compute_shards(ahead=True)
@@ -206,15 +284,18 @@ class CUDAGraphPair:
 
             with spec.record_offloads(self._sent):
                 self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
-            self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
-            wanted = [output for output in outputs if output.requires_grad]
-            self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
+            wanted = [get_gradient_edge(output) for output in outputs if output.requires_grad]
+            self._grads = spec.memory.gradients_like(outputs)
+            # A replay's outputs are copied before anything else uses the pool.
+            self._outputs = [spec.memory.reusable(output.detach()) for output in outputs]
+            outputs.clear()
             given = [grad for grad in self._grads if grad is not None]
             try:
                 self._backward: _Graph | None = None
                 if wanted:
-                    self._backward = _Graph(spec, self._pool, lambda: spec.run_backward(wanted, given), backward=True)
+                    pool = spec.memory.pool if spec.several and spec.memory.shared else self._pool
+                    self._backward = _Graph(spec, pool, lambda: spec.run_backward(wanted, given), backward=True)
                     executor.graphs.mark_not_run(self._backward.number)
             except BaseException:
                 executor.graphs.mark_not_run(self._forward.number)
@@ -222,7 +303,11 @@ class CUDAGraphPair:
                 raise
             # The backward was recorded as if the forward had run, which no later code may assume.
             executor.graphs.mark_not_run(self._forward.number)
-            self._input_grads = [tensor.grad for tensor in spec.copied]
+            self._input_grads = [
+                None if tensor.grad is None else spec.memory.reusable(tensor.grad) for tensor in spec.copied
+            ]
+            for tensor in spec.copied:
+                tensor.grad = None
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
 
     def fits(self) -> bool:

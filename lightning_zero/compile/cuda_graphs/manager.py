@@ -28,7 +28,13 @@ from lightning_zero.compile.cuda_graphs.captured_call import (
     PendingBackward,
     unsupported_input,
 )
-from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair, EmulatedGraphPair, GraphPair
+from lightning_zero.compile.cuda_graphs.graph_pairs import (
+    BackwardMemory,
+    CaptureSpec,
+    CUDAGraphPair,
+    EmulatedGraphPair,
+    GraphPair,
+)
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
@@ -44,6 +50,7 @@ class CUDAGraphManager:
 
     Attributes:
         in_step: True during a training step, which includes calls without gradients.
+        memory: of the backwards of all captures.
 
     Raises:
         UnsupportedError: CUDA graphs are required and impossible, here or when compiled code runs.
@@ -73,6 +80,7 @@ class CUDAGraphManager:
         self._hooked_late: set[int] = set()  # and of those that got a hook between forward and backward
         self._stepped = -1, -1  # epoch of weights, and the number of backwards that had ended then
         self.in_step = False
+        self.memory = BackwardMemory(config.tuning.share_capture_memory)
         weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
         # Process groups may be destroyed at exit by a handler registered before the engine existed.
         atexit.register(_close, weakref.ref(self))
@@ -105,6 +113,7 @@ class CUDAGraphManager:
             unsupported_here: new reason why capturing is impossible here; None to keep it.
         """
         self.drop()
+        self.memory = BackwardMemory(config.tuning.share_capture_memory)
         if unsupported_here is not None and self.device.type == "cuda":
             self._unsupported_here = unsupported_here
         emulated = config.tuning.emulate_cuda_graph_model
@@ -154,11 +163,17 @@ class CUDAGraphManager:
     def drop(self) -> None:
         """Free the memory of all captures."""
         _drop(self._calls)
+        self.memory = BackwardMemory(self.memory.shared)
 
     def close(self) -> None:
         """Free all captures, even with a pending backward: destroying a process group waits for its captured
         collectives."""
         _end(self._calls, self._pairs)
+        self.memory = BackwardMemory(self.memory.shared)
+
+    def is_one_of_several(self, call: GraphDispatcher) -> bool:
+        """Return True if a step calls other graphs, or this one several times before its backward."""
+        return call.slots > 1 or any(o is not call and o.slots and o.is_in_same_pass(call) for o in self._calls)
 
     def capture(self, spec: CaptureSpec) -> GraphPair:
         pair = self.pair(spec)
@@ -271,6 +286,8 @@ MAX_FAILED_CAPTURES = 3  # captures in a row with too few replays before giving 
 # layers of common models. A call needs the memory of its activations, captured or not.
 MAX_PENDING_CALLS = 128
 MAX_CAPTURED_SIZES = 16  # batch sizes captured at the same time
+MAX_REPLACEMENTS = 3  # times that captures of smaller sizes are made again in the memory of a larger one
+MAX_REPLACED = 4  # captures at a time; each takes up to a second
 
 
 @dataclass(frozen=True)
@@ -309,6 +326,8 @@ class GraphDispatcher:
         # graph, and a step may skip one.
         self._pending_backwards: list[weakref.ref[PendingBackward] | None] = []
         self._weights: list[int] = []
+        self._elements: dict[CaptureKey, int] = {}  # of the inputs of warm-up runs
+        self._larger_waits = self._replacements = 0
         self._failures = self._waits = 0
         self._epoch = self._backwards = self._backwards_before = -1
         self._disabled = False
@@ -357,6 +376,8 @@ class GraphDispatcher:
 
     def _run(self, args: Sequence[Any], key: CaptureKey) -> Any:
         outputs = self._compiled(*args)
+        if key not in self._elements:
+            self._elements[key] = sum(a.numel() for a in args if isinstance(a, Tensor))
         nodes = {o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None}
         if self._disabled:
             return outputs
@@ -431,8 +452,11 @@ class GraphDispatcher:
         if reason := unsupported_input(args, manager.device):
             self.disable(reason)
             return None
+        if self._awaits_larger(key):
+            return None
         if sum(other.slot == key.slot for other in self._captures) >= MAX_CAPTURED_SIZES:
             self._evict_oldest(key.slot)
+        self._drop_smaller(key)
         if self._disabled:
             return None
         try:
@@ -449,8 +473,12 @@ class GraphDispatcher:
         shared: GraphPair | None = next((v.pair for other, v in self._captures.items() if other.slot == key.slot), None)
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
-            spec = CaptureSpec(self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment)
-            return manager.capture(spec)
+            memory, several = manager.memory, manager.is_one_of_several(self)
+            return manager.capture(
+                CaptureSpec(
+                    self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment, memory, several
+                )
+            )
 
         try:
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)
@@ -458,6 +486,29 @@ class GraphDispatcher:
             if not manager.drop_unrelated(self):
                 raise
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)
+
+    def _awaits_larger(self, key: CaptureKey) -> bool:
+        """Return True if a larger size than all captured ones is warm and likely to be next.
+
+        Captures share one pool, whose blocks serve smaller tensors, but not larger ones.
+        """
+        largest = max((k for k in self._runs if k.slot == key.slot), key=self._elements.__getitem__)
+        is_captured = any(self._elements[k] >= self._elements[largest] for k in self._captures if k.slot == key.slot)
+        if is_captured or self._elements[key] >= self._elements[largest]:
+            self._larger_waits = 0
+            return False
+        self._larger_waits += 1
+        return self._larger_waits <= MAX_CAPTURED_SIZES
+
+    def _drop_smaller(self, key: CaptureKey) -> None:
+        """Free the slot's captures if all are of smaller sizes, so that a larger pool replaces theirs."""
+        others = [k for k in self._captures if k.slot == key.slot]
+        if not 0 < len(others) <= MAX_REPLACED or self._replacements >= MAX_REPLACEMENTS:
+            return
+        if all(self._elements[k] < self._elements[key] for k in others):
+            self._replacements += 1
+            for other in others:
+                self._captures.pop(other).close()
 
     def _evict_oldest(self, slot: int) -> None:
         oldest = next(key for key in self._captures if key.slot == slot)
@@ -472,6 +523,11 @@ class GraphDispatcher:
     def is_in_same_pass(self, other: GraphDispatcher) -> bool:
         """Return True if both graphs are called in one pass."""
         return self._backwards in (other._backwards, other._backwards_before)
+
+    @property
+    def slots(self) -> int:
+        """Return the number of calls with a pending backward at the same time."""
+        return len(self._pending_backwards)
 
     @property
     def has_pending_backward(self) -> bool:
@@ -490,6 +546,7 @@ class GraphDispatcher:
 
     def yield_memory(self, reason: str) -> None:
         """Drop captures for another kind of run of this graph, keeping it warm; at most once per kind."""
+        self._larger_waits = MAX_CAPTURED_SIZES  # the other kind may not fit in addition to any capture
         if len(self._runs) < MAX_CAPTURED_SIZES:
             self.drop()
         else:

@@ -39,6 +39,7 @@ from lightning_zero.integrations.trainer.callbacks import (
     compare_shards_by_identity,
     patch_checkpoint_callbacks,
 )
+from lightning_zero.integrations.trainer.gradient_readers import may_read_gradients
 from lightning_zero.integrations.trainer.precision import zero_precision
 from lightning_zero.integrations.trainer.signals import (
     Start,
@@ -320,6 +321,7 @@ class ZeroStrategy(TrainerCheckpointing):
             except UnsupportedError as error:
                 raise MisconfigurationException(str(error)) from error
         engine.memory.gradients.single_micro_batch = has_single_micro_batch(trainer)
+        engine.memory.gradients.unread = not may_read_gradients(trainer)
         engine.optimizers.arrange(self.optimizers)
 
     # -- steps

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_zero import MatrixRule, register_matrix_rule
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim import matrix_rules
+from lightning_zero.optim import matrix_rules, newton_schulz
 from lightning_zero.optim.flat_runs import make_flat_runs
 from lightning_zero.optim.matrix_exchange import (
     MatrixExchange,
@@ -21,7 +21,8 @@ from lightning_zero.optim.matrix_exchange import (
     make_exchanges,
     update_memory,
 )
-from lightning_zero.optim.matrix_rules import as_matrices, as_one_matrix, muon, newton_schulz
+from lightning_zero.optim.matrix_rules import as_matrices, as_one_matrix, muon
+from lightning_zero.optim.newton_schulz import iterate_in_half
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.optim.update_rules import needs_matrices, rule_for
@@ -30,28 +31,6 @@ from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.muon import orthogonalize
 
 DEFAULTS = (3.4445, -4.7750, 2.0315), 5, 1e-7
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16), (1, 8)])
-def test_a_batch_equals_single_matrices(shape: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with the first term in the polynomial, as with the kernel for symmetric products."""
-    monkeypatch.setattr(matrix_rules, "has_kernel", lambda x: fused)
-    torch.manual_seed(0)
-    updates = torch.randn(3, *shape)
-    expected = torch.stack([orthogonalize(update, *DEFAULTS) for update in updates])
-    torch.testing.assert_close(newton_schulz(updates.clone(), *DEFAULTS), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_singular_values_are_near_one() -> None:
-    torch.manual_seed(0)
-    values = torch.linalg.svdvals(newton_schulz(torch.randn(1, 30, 50), *DEFAULTS)[0])
-    assert values.min() > 0.5
-    assert values.max() < 1.5
-
-
-def test_zeros_stay_zeros() -> None:
-    assert not newton_schulz(torch.zeros(2, 5, 3), *DEFAULTS).any()
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
@@ -224,10 +203,20 @@ def test_exchanges_transform_each_whole_matrix_once(order: tuple[int, int], limi
     finish(len(buckets) - 1)
 
 
+def product_without_temporaries(x: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **k: Any) -> torch.Tensor:
+    return x.new_zeros(len(x), x.size(1), x.size(1)) if out is None else out.zero_()
+
+
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("limit", [30_000, 1 << 30])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_memory_of_updates_is_known_before_a_step(ranks: int, limit: int) -> None:
+def test_the_memory_of_updates_is_known_before_a_step(
+    ranks: int, limit: int, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As allocated by the exchanges of all ranks, and by transforms with their gathered updates."""
+    if half:  # as on GPUs, with a kernel that needs no temporary memory
+        monkeypatch.setattr(matrix_rules, "newton_schulz_of_batches", iterate_in_half)
+        monkeypatch.setattr(newton_schulz, "symmetric_product", product_without_temporaries)
     shapes = [(70, 70)] * 3 + [(60, 130), (130, 60)] + [(3, 35, 70)]
     layouts = [record.layout for record in run_of(shapes, ranks).members]
     expected = update_memory([(RULE, layouts)], ranks, limit)
@@ -249,7 +238,8 @@ def test_the_memory_of_updates_is_known_before_a_step(ranks: int, limit: int) ->
             assert counter.peak <= 1.05 * exchange.workspace_bytes + 1024
         buffers.append(sum(tensor.nbytes for kept in memory.values() for tensor in kept))
     assert max(buffers) == expected.buffers
-    assert 0.8 * expected.workspace < max(workspace) < 1.05 * expected.workspace + 1024
+    assert max(workspace) < 1.05 * expected.workspace + 1024
+    assert not half or max(workspace) > 0.8 * expected.workspace
 
 
 def exchanges_of(
@@ -272,7 +262,7 @@ def test_a_3d_weight_is_a_batch_of_matrices_or_one_matrix_if_the_group_says_so(f
     exchange.transform()
     matrices = update.view(1, 8, 12) if flatten else update
     expected = torch.stack([orthogonalize(matrix, *DEFAULTS) for matrix in matrices]).view(-1)
-    assert (exchange.update[:96].float() - expected).norm() < 0.1 * expected.norm()
+    assert (exchange.result[:96].float() - expected).norm() < 0.1 * expected.norm()
     assert rule.factor(torch.Size([8, 2, 2])) == (2**0.5 if flatten else 1.0)  # max(1, rows / columns) ** 0.5
 
 
@@ -280,7 +270,7 @@ def test_a_matrix_without_elements_stays_so() -> None:
     (exchange,) = exchanges_of([(0, 5), (4, 4), (0, 5)], {})
     exchange.update.zero_()
     exchange.transform()
-    assert not exchange.update.any()
+    assert not exchange.result.any()
 
 
 def test_layouts_of_alternating_gradients_share_the_memory_of_updates() -> None:

@@ -21,7 +21,9 @@ def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies:
     planned._optimizers = SimpleNamespace(
         config=config(offload=before), on_host="optimizer" in before, configure=lambda _: found.append("configure")
     )
-    planned.gradients = SimpleNamespace(aliased=over, set_aliasing=lambda to: found.append(f"over copies: {to}"))
+    planned.gradients = SimpleNamespace(
+        aliased=over, automatic=False, set_aliasing=lambda to: found.append(f"over copies: {to}")
+    )
     planned._sharder = SimpleNamespace(executor=SimpleNamespace())
     chosen = config(offload=after, grad_aliasing=lies or None, compute_dtype=torch.bfloat16)
     planned._apply(chosen, MemoryConfig(offload=tuple(after), grad_aliasing=lies))

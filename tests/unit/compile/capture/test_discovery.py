@@ -377,3 +377,47 @@ def test_a_compilation_of_an_evaluation_that_fails_after_the_backend_is_finished
     with torch.no_grad(), pytest.raises(ValueError, match="after the backend"):
         module(torch.ones(2, 4))
     assert finished == [pytest.approx(1.0, abs=0.5)]
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, scale: float, *, batch: dict[str, Tensor]) -> Tensor:
+        return scale * self.linear(batch["x"]).sum(0) / len(batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "graphs"),
+    [
+        ((4, 6), (5, 7, 9), 1),  # the first step shows it
+        ((4,), (5, 7, 9), 1),
+        ((4,), (4, 4, 4), 1),
+        ((4,), (4, 5, 9), 2),
+        ((4, 6), (1, 5, 9), 2),  # torch compiles for 1 apart
+    ],
+)
+def test_sizes_that_change_before_the_compilation_are_compiled_once(
+    eager: tuple[int, ...], compiled: tuple[int, ...], graphs: int
+) -> None:
+    net = Pooled()
+    calls, plain = Calls(net), copy.deepcopy(net)
+
+    def call(module: nn.Module, n: int) -> Tensor:
+        return module(2.0, batch={"x": torch.arange(3.0 * n).view(n, 3)})
+
+    calls.shown(lambda net: [call(net, n) for n in eager])
+    for n in compiled:
+        with calls.step(first=False):
+            torch.testing.assert_close(call(net, n), call(plain, n))
+    assert calls.backend.graphs == graphs
+
+
+def test_sizes_stay_constants_if_the_options_say_so() -> None:
+    net = Pooled()
+    calls = CompiledModules(net, {"backend": (backend := Backend()), "dynamic": False})
+    for first, n in ((True, 4), (False, 5), (False, 7)):
+        with calls.step(first):
+            net(1.0, batch={"x": torch.ones(n, 3)})
+    assert backend.graphs == 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair
+from lightning_zero.compile.cuda_graphs.graph_pairs import BackwardMemory, CaptureSpec, CUDAGraphPair, GradientBuffers
 
 
 class Graph:
@@ -106,10 +106,11 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     return Scaled.apply(weight, batch), batch + 1
 
 
-def capture(executor: Executor, compiled: Any = scaled, shared: Any = None) -> CUDAGraphPair:
+def capture(executor: Executor, compiled: Any = scaled, shared: Any = None, **memory: Any) -> CUDAGraphPair:
     batch = torch.ones(2)
     inputs = [nn.Parameter(torch.tensor(3.0)), batch]
-    return CUDAGraphPair(CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5))  # type: ignore[arg-type]
+    spec = CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5, **memory)  # type: ignore[arg-type]
+    return CUDAGraphPair(spec)
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
@@ -194,3 +195,64 @@ def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) 
     first.close()
     assert [graph.log[-1] for graph in Graph.made] == ["reset", "reset", "end", "end"]
     assert executor.log == [("drop", 1), ("drop", 2)]
+
+
+def test_gradients_of_outputs_share_memory_from_the_largest_on() -> None:
+    buffers = GradientBuffers()
+    outputs = [torch.ones(4, 6, requires_grad=True).t(), torch.ones(3), torch.ones(5, dtype=torch.bfloat16)]
+    outputs[2].requires_grad_()
+    large = buffers.like(outputs)
+    assert large[1] is None
+    assert large[0] is not None
+    assert large[2] is not None
+    assert (large[0].stride(), large[0].dtype, large[2].dtype) == ((1, 6), torch.float32, torch.bfloat16)
+    assert large[0].data_ptr() != large[2].data_ptr()
+    small = buffers.like([torch.ones(2, requires_grad=True)])[0]
+    larger = buffers.like([torch.ones(99, requires_grad=True)])[0]
+    assert small is not None
+    assert larger is not None
+    assert small.data_ptr() == large[0].data_ptr() != larger.data_ptr()
+    large[0].fill_(2.0)  # earlier captures go on using theirs
+    assert larger.eq(0).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_backwards_of_one_step_share_memory(allocator: MagicMock, several: bool) -> None:
+    handles = iter([(0, 1), (0, 2), (0, 3)])
+    with patch.object(torch.cuda, "graph_pool_handle", lambda: next(handles)):
+        executor, memory = Executor(), BackwardMemory(shared=True)
+        first, second = (capture(executor, memory=memory, several=several) for _ in range(2))
+    assert first._grads[0] is not None
+    assert second._grads[0] is not None
+    assert first._grads[0].data_ptr() == second._grads[0].data_ptr()
+    assert first._grads[1] is second._grads[1] is None
+    pools = [graph.pool for graph in Graph.made]
+    assert pools == ([(0, 1), (0, 2), (0, 3), (0, 2)] if several else [(0, 1), (0, 1), (0, 2), (0, 2)])
+    assert first._stream is second._stream
+
+
+def test_captures_have_memory_of_their_own_by_default(allocator: MagicMock) -> None:
+    handles = iter([(0, 1), (0, 2)])
+    with patch.object(torch.cuda, "graph_pool_handle", lambda: next(handles)):
+        executor, memory = Executor(), BackwardMemory(shared=False)
+        first, second = (capture(executor, memory=memory, several=True) for _ in range(2))
+    assert first._grads[0] is not None
+    assert second._grads[0] is not None
+    assert first._grads[0].data_ptr() != second._grads[0].data_ptr()
+    assert [graph.pool for graph in Graph.made] == [(0, 1), (0, 1), (0, 2), (0, 2)]
+
+
+def test_a_tensor_without_owner_is_the_same_memory() -> None:
+    owned = torch.arange(12.0).view(3, 4)[1:, ::2]
+    other = cuda.without_owner(owned)
+    assert (other.tolist(), other.stride()) == (owned.tolist(), owned.stride())
+    other.fill_(7.0)
+    assert owned.eq(7.0).all()
+    assert owned.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_an_input_that_requires_grad_and_is_changed_is_refused_by_the_same_reason() -> None:
+    batch = torch.ones(2, requires_grad=True)
+    spec = CaptureSpec(lambda x: (x.add_(1), x), [batch], [batch], Executor(), False, None)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="an input is changed in place"):
+        spec.run()

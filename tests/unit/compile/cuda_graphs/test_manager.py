@@ -15,6 +15,7 @@ from lightning_zero.compile.cuda_graphs.manager import (
     MAX_CAPTURED_SIZES,
     MAX_FAILED_CAPTURES,
     MAX_PENDING_CALLS,
+    MAX_REPLACEMENTS,
     MIN_REPLAYS,
     WARMUP_RUNS,
 )
@@ -97,6 +98,29 @@ class LayersOfOneGraph(Training):
 
     def static_tensors(self) -> list[torch.Tensor]:
         return [*self.layers]
+
+
+def test_backwards_share_memory_where_a_step_has_several() -> None:
+    alone = captured(Training())
+    assert [pair.job.several for pair in alone.made] == [False]
+    twice, calls = Training(), Training()
+    other = calls.replays.wrap(calls.compiled)
+    for _ in range(WARMUP_RUNS + 2):
+        losses = [twice.call(twice.weight, torch.ones(2))[0] for _ in range(2)]
+        twice.backward(sum(losses))  # type: ignore[arg-type]
+        twice.books.steps += 1
+    made = list(twice.made)
+    assert [pair.job.several for pair in made] == [True, True]
+    assert all(pair.job.memory is twice.replays.memory for pair in made)
+    before = twice.replays.memory
+    twice.replays.drop()
+    assert twice.replays.memory is not before
+    made.clear()
+    for _ in range(WARMUP_RUNS + 2):
+        loss = calls.call(calls.weight, torch.ones(2))[0] + other(calls.weight, torch.ones(3))[0]
+        calls.backward(loss)
+        calls.books.steps += 1
+    assert [pair.job.several for pair in calls.made[2:]] == [True, True]
 
 
 def test_layers_that_share_a_graph_keep_their_captures_if_a_step_skips_one() -> None:
@@ -202,34 +226,58 @@ def test_a_backward_that_gives_no_weight_a_gradient_ends_no_replays() -> None:
     assert [(pair.closed, pair.replays) for pair in training.made] == [(False, 4)]
 
 
-def test_sizes_are_captured_side_by_side_in_one_memory() -> None:
+def test_sizes_are_captured_in_one_memory_and_the_largest_first() -> None:
     training = Training()
-    for _ in range(3):
+    for _ in range(4):
         for size in range(1, 9):
             assert training.step(torch.ones(size), size) == 9 * size
-    # The first sizes warm up all; each is captured at its next call.
-    assert [pair.replays for pair in training.made] == [2] * 8
+    # The first sizes warm up all; the largest is captured at its next call, and the others after it.
+    assert [pair.job.inputs[2] for pair in training.made] == [8, *range(1, 8)]
+    assert [pair.replays for pair in training.made] == [3] + [2] * 7
     assert all(pair.shared is not None for pair in training.made[1:])
     assert not any(pair.closed for pair in training.made)
 
 
+def test_a_larger_size_takes_the_memory_of_few_smaller_ones_which_are_captured_again() -> None:
+    training = Training()
+    for size in (1, 2, 3):
+        for _ in range(WARMUP_RUNS + 1):
+            training.step(torch.ones(size), size)
+    assert [(pair.job.inputs[2], pair.closed) for pair in training.made] == [(1, True), (2, True), (3, False)]
+    assert training.made[-1].shared is None
+    for size in (1, 2, 3):
+        assert training.step(torch.ones(size), size) == 9 * size
+    assert [(pair.job.inputs[2], pair.closed) for pair in training.made[3:]] == [(1, False), (2, False)]
+    assert all(pair.shared is training.made[2] for pair in training.made[3:])
+
+
+def test_a_large_size_that_does_not_return_is_awaited_for_a_while() -> None:
+    training = Training()
+    training.step(torch.ones(9), 9)
+    for _ in range(WARMUP_RUNS - 1 + MAX_CAPTURED_SIZES):
+        training.step(torch.ones(1), 1)
+        assert not training.made
+    training.step(torch.ones(1), 1)
+    assert [pair.replays for pair in training.made] == [1]
+
+
 def test_sizes_that_were_not_needed_for_longest_make_room() -> None:
     training = Training()
-    for _ in range(2):
+    for _ in range(3):
         for size in range(1, MAX_CAPTURED_SIZES + 1):
             training.step(torch.ones(size), size)
     training.step(torch.ones(1), 1)
     for _ in range(2):
         training.step(torch.ones(99), 99)
-    assert [n for n, pair in enumerate(training.made) if pair.closed] == [1]
+    assert [pair.job.inputs[2] for pair in training.made if pair.closed] == [2]
 
 
 def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
     training = Training()
-    for size in range(1, MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES + 3):
+    for size in range(1, MAX_REPLACEMENTS + MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES + 3):
         for _ in range(WARMUP_RUNS + 1):
             training.step(torch.ones(size), size)
-    assert len(training.made) == MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES
+    assert len(training.made) == MAX_REPLACEMENTS + MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES
     assert all(pair.closed for pair in training.made)
     assert "batch sizes vary" in training.said[0]
 

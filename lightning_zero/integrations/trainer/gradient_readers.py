@@ -1,0 +1,69 @@
+"""Find user code that may read gradients, or need them after the optimizer step.
+
+Gradients that alias compute shards are rounded to bfloat16, and are gone after the step. The strategy chooses that by
+itself only if :func:`may_read_gradients` returns False. It scans names in the code of the module and of the callbacks,
+and reports a reader if in doubt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import lightning.pytorch as pl
+
+# Packages whose hooks do not read gradients.
+PACKAGES = ("lightning", "pytorch_lightning", "lightning_zero", "lightning_utilities", "torch", "builtins", "abc")
+# Hooks that run while gradients wait for the step. They may read gradients by any helper.
+BEFORE_STEP = frozenset({"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"})
+# Names that contain "grad", and of code that reads no gradient.
+HARMLESS = frozenset(
+    {
+        *("no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_"),
+        *("grad_fn", "zero_grad", "optimizer_zero_grad", "accumulate_grad_batches", "GradScaler"),
+        *("gradient_clip_val", "gradient_clip_algorithm", "gradient_checkpointing", "gradient_checkpointing_enable"),
+    }
+)
+
+
+def may_read_gradients(trainer: pl.Trainer) -> bool:
+    """Return True if the module or a callback may read gradients, or if single elements are clipped."""
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
+        return True
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(map(_reads, (trainer.lightning_module, *callbacks)))
+
+
+def _reads(hooks: object) -> bool:
+    functions = {name: value for cls in _own_classes(type(hooks)) for name, value in vars(cls).items()}
+    functions |= {name: value for name, value in vars(hooks).items() if hasattr(value, "__code__")}
+    return any(
+        name in BEFORE_STEP or any(map(_is_of_gradients, _names(code)))
+        for name, value in functions.items()
+        for code in _codes(value)
+    )
+
+
+def _own_classes(cls: type) -> Iterator[type]:
+    """Yield the classes that other packages than Lightning, torch and this one define."""
+    return (base for base in cls.__mro__ if base.__module__.split(".")[0] not in PACKAGES)
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    for function in (value, *(getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__"))):
+        if isinstance(code := getattr(function, "__code__", None), CodeType):
+            yield code
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif constant == "grad":  # getattr(param, "grad")
+            yield constant
+
+
+def _is_of_gradients(name: str) -> bool:
+    return "grad" in name and name not in HARMLESS

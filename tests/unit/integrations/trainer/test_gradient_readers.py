@@ -1,0 +1,82 @@
+"""Which modules and callbacks may read gradients."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.utilities import grad_norm
+
+from lightning_zero.integrations.trainer.gradient_readers import may_read_gradients
+
+
+class Plain(pl.LightningModule):
+    def training_step(self, batch: Any, index: int) -> Any:
+        with torch.no_grad():
+            frozen = [param for param in self.parameters() if not param.requires_grad]
+        self.log("frozen", len(frozen))
+        return batch.sum()
+
+
+class Helper(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        helper(self)
+
+
+class Later(Plain):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+
+
+class ByName(Plain):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found = [getattr(p, "grad") for p in self.parameters()]  # noqa: B009
+
+
+class Logs(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        module.log_dict(grad_norm(module, 2))
+
+
+class Counts(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.steps = trainer.global_step
+
+
+def helper(module: pl.LightningModule) -> None:
+    pass
+
+
+def trainer(module: pl.LightningModule, *callbacks: pl.Callback, clip: float | None = 1.0, by: Any = None) -> Any:
+    return SimpleNamespace(
+        lightning_module=module, callbacks=list(callbacks), gradient_clip_val=clip, gradient_clip_algorithm=by
+    )
+
+
+def by_instance() -> pl.LightningModule:
+    module = Plain()
+    module.on_after_backward = lambda: None  # type: ignore[method-assign]
+    return module
+
+
+def test_lightning_and_code_without_gradients_read_none() -> None:
+    lightning = ModelCheckpoint(), LearningRateMonitor(), WeightAveraging()
+    assert not may_read_gradients(trainer(Plain(), Counts(), *lightning))
+    assert not may_read_gradients(trainer(Plain(), clip=None, by="value"))
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        trainer(Helper()),
+        trainer(Later()),
+        trainer(ByName()),
+        trainer(by_instance()),
+        trainer(Plain(), Logs()),
+        trainer(Plain(), by="value"),
+    ],
+)
+def test_code_that_may_see_a_gradient_is_found(reads: Any) -> None:
+    assert may_read_gradients(reads)
