@@ -129,8 +129,8 @@ def test_a_first_step_takes_and_keeps_no_more_than_later_ones(ranks: Ranks, worl
             for way in WAYS.keys() - {"its own first step", "Muon"}:
                 assert found[way]["most"][0] - found[way]["after"][0] < 3 * elements, way
         if world_size == 1:  # memory that several ranks share is no allocator's
-            assert kept["float32 state"] - kept["aliased gradients"] == pytest.approx(4, abs=0.1)
-            assert kept["aliased gradients"] - kept["8-bit state, aliased gradients"] == pytest.approx(5.97, abs=0.1)
-            assert kept["8-bit state, aliased gradients"] - kept["its own first step"] == pytest.approx(1.02, abs=0.1)
-            assert kept["bf16 weights"] - kept["bf16 weights, 8-bit state"] == pytest.approx(1.97, abs=0.1)
+            assert kept["float32 state"] - kept["aliased gradients"] == pytest.approx(4, abs=0.3)
+            assert kept["aliased gradients"] - kept["8-bit state, aliased gradients"] == pytest.approx(5.97, abs=0.3)
+            assert kept["8-bit state, aliased gradients"] - kept["its own first step"] == pytest.approx(1.02, abs=0.3)
+            assert kept["bf16 weights"] - kept["bf16 weights, 8-bit state"] == pytest.approx(1.97, abs=0.3)
             assert kept["float32 state"] - kept["bf16 weights"] > 10
