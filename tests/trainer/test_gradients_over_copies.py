@@ -4,6 +4,7 @@ Hooks see the gradients until the step, evaluations and checkpoints happen in be
 batches per step are refused.
 """
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -225,3 +226,33 @@ def accumulates_later(batches: int) -> list[bool]:
 def test_one_rank_stops_aliasing_if_micro_batches_follow(ranks: Ranks) -> None:
     (found,) = ranks.run(1, accumulates_later, 8, deadline=120)
     assert found == [True] * 5 + [False] * 3
+
+
+def present(params: Any) -> list[bool]:
+    return [param.grad is not None for param in params]
+
+
+def warnings_about_readers(reads: bool) -> tuple[list[str], list[bool]]:
+    found: list[bool] = []
+
+    class Reads(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if reads:
+                found.extend(present(self.parameters()))
+
+    model = Reads()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer("compiled", strategy=make_strategy("compiled"), precision="bf16-mixed", max_epochs=1)
+        trainer.fit(model, make_loader("compiled", 4))
+    close(model)
+    return [str(one.message) for one in caught if "after the optimizer step" in str(one.message)], found
+
+
+def test_code_that_finds_no_gradients_after_the_step_is_warned_once(ranks: Ranks) -> None:
+    ((messages, found),) = ranks.run(1, warnings_about_readers, True, deadline=120)
+    assert found
+    assert not any(found)
+    assert len(messages) == 1
+    assert "Tuning(grad_aliasing=False)" in messages[0]
+    assert ranks.run(1, warnings_about_readers, False, deadline=120) == [([], [])]
