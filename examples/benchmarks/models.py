@@ -297,7 +297,7 @@ def main() -> None:
         "host_ahead_ms": round(statistics.median(leads), 2) if leads else None,
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
-        "first_peak_gib": clock.first_peak,
+        "first_step_peak_gib": clock.first_peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,
         "gib_by_role": start.roles,

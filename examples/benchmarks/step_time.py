@@ -191,6 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
     )
+    parser.add_argument("--precision", help="default bf16-mixed, and 32-true for fsdp2")
     parser.add_argument("--torchao", default="", choices=torchao_peer.RECIPES, help="float8 layers of torchao")
     parser.add_argument("--torchao-layers", default="auto", choices=torchao_peer.FILTERS, help="its filter, or all")
     parser.add_argument("--torchao-gather", choices=["16", "fp8"], help="fp8 for tensorwise on several ranks")
@@ -226,7 +227,7 @@ def main() -> None:
         strategy,
         callbacks,
         devices=arguments.devices,
-        precision="32-true" if fsdp2 else "bf16-mixed",
+        precision=arguments.precision or ("32-true" if fsdp2 else "bf16-mixed"),
         max_steps=arguments.steps,
         accumulate_grad_batches=arguments.accumulate,
     )
@@ -245,14 +246,15 @@ def main() -> None:
     steady = clock.milliseconds()
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
+        "precision": trainer.precision,
         "options": arguments.option + ["ask_on_cpu"] * arguments.ask_on_cpu + ["adamw8bit"] * arguments.adamw8bit,
         "size": arguments.size + f"/{arguments.layers} layers" * bool(arguments.layers),
         "tokens": f"{arguments.accumulate}x{arguments.batch}x{arguments.length}",
         "devices": arguments.devices,
         "ms": round(statistics.median(steady), 2),
         "ms_10_90": outer_deciles(steady, 2),
+        "first_step_peak_gib": clock.first_peak,
         "peak_gib": clock.peak,
-        "first_peak_gib": clock.first_peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,
         "gib_by_role": start.roles,

@@ -58,6 +58,7 @@ OTHERS: dict[str, Any] = {
     "recompute": _again,
     "offload_buffer_mb": 1.0,
     "state_dtype": "bf16",
+    "bf16_stochastic_round": True,
     "offload_activations_mb": 1.0,
     "free_reduce_buckets": True,
     "grad_aliasing": True,

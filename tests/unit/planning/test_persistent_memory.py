@@ -1,5 +1,6 @@
 """Bytes that persist between steps."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +43,34 @@ def test_8_bit_state_is_counted_with_its_scales() -> None:
     found = kept(torch.optim.AdamW, "8bit")
     assert found.states == 2 * (2048 + 2048 // 256 * 4 + 4 * 32) + 2 * 4
     assert found.words == "exp_avg 1.02, exp_avg_sq 1.02"
+
+
+def test_a_plan_counts_bf16_weights_and_refuses_the_option_without_them() -> None:
+    module = nn.Linear(64, 64)
+    training = Training(lambda m, x: m(x).sum(), torch.optim.AdamW)
+    unit = 2 * (2048 + 64)  # bytes of a rank's shards: the bias has one unit of 64 elements
+    for state_dtype, states in ((None, 2 * unit), ("bf16", 2 * unit), ("8bit", 2 * (2048 + 8 * 4 + 2 * 64))):
+        tuning = Tuning(bf16_stochastic_round=True, state_dtype=state_dtype)
+        found = plan(module, torch.zeros(2, 64), 2, training=training, precision="bf16-true", tuning=tuning)
+        assert found.roles["master_shard"] == found.roles["gradient"] == unit
+        assert found.roles["compute_shard"] == 0
+        assert found.roles["optimizer_state"] == states + 2 * 4
+        assert found.temporary == 0
+    with pytest.raises(UnsupportedError, match="trained ones are: float32. Pass precision='bf16-true'"):
+        plan(module, torch.zeros(2, 64), 2, training=training, tuning=Tuning(bf16_stochastic_round=True))
+
+
+def test_a_plan_counts_temporary_memory_only_of_an_optimizers_own_steps() -> None:
+    module, batch = nn.Linear(64, 64, bias=False), torch.zeros(2, 64)
+
+    def temporary(make: Any, **options: Any) -> int:
+        return plan(module, batch, 2, training=Training(lambda m, x: m(x).sum(), make), **options).temporary
+
+    aliased = Tuning(grad_aliasing=True)
+    assert temporary(torch.optim.AdamW) == temporary(torch.optim.AdamW, tuning=aliased) == 0
+    assert temporary(torch.optim.AdamW, cuda_graphs=False) > 0
+    dampened = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    assert temporary(dampened, tuning=aliased) - temporary(dampened) == 4 * 2048  # gradients in float32
 
 
 def test_a_plan_counts_it_by_the_option() -> None:
