@@ -37,6 +37,13 @@ at::Tensor gather_start(const at::Tensor& shard, at::IntArrayRef shape, at::Scal
   return executor->weights().gather_start(index, shape, dtype);
 }
 
+// Return the number by which the weight was divided before it was cast to fp8. A copy, since Inductor may
+// reuse a result's memory.
+at::Tensor weight_factor(const at::Tensor& shard) {
+  auto [executor, index] = ShardTable::instance().find(shard, "weight_factor");
+  return executor->weights().fp8_factor(index);
+}
+
 // Gather several weights in one launch into one tensor, each padded to ranks * shard elements.
 at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
   return executor_of(shards, "gather_group").weights().gather_group(shards, dtype, numel);
@@ -138,6 +145,7 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_eager));
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_start));
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor", any(gather_group));
+  m.def("weight_factor(Tensor shard) -> Tensor", any(weight_factor));
   // Both mutate `cache`, so that its readers are ordered after them.
   m.def("cached_gather_start(Tensor(a!)[] cache, Tensor[] shards) -> ()", any(cached_gather_start));
   m.def("cached_gather_wait(Tensor(a!)[] cache, Tensor[] shards) -> ()", any(cached_gather_wait));

@@ -123,6 +123,7 @@ class Engine(PickledAsNone):
         self.buffers.configure(self.config)
         self.checkpoints = CheckpointManager(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledStepHooks(self.session, self.cuda_graphs, self.sharder, self.transports)
+        self.checkpoints.after_loading = compiled.after_loading
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = MemoryController(compiled, self.optimizers, lambda: cycle.accumulates)

@@ -54,6 +54,8 @@ void bind_executor_parts(torch::Library& m) {
       ("set_grad", &Parameters::set_grad, {arg("index"), arg("grad")})                                     //
       ("set_unsharded_cache", &Parameters::set_unsharded_cache, {arg("index"), arg("memory")})             //
       ("set_compute_shard", &Parameters::set_compute_shard, {arg("index"), arg("copy")})                   //
+      ("set_fp8_factor", &Parameters::set_fp8_factor, {arg("index"), arg("factor")})                       //
+      ("set_fp8_shard", &Parameters::set_fp8_shard, {arg("index"), arg("copy"), arg("peers")})             //
       ("add_compute_shard_memory", &Parameters::add_compute_shard_memory, {arg("copies"), arg("shards")})  //
       ("mark_on_host", &Parameters::mark_on_host, {arg("index")})                                          //
       ("set_peer_compute_shards", &Parameters::set_peer_compute_shards, {arg("index"), arg("peers")})      //
@@ -63,14 +65,16 @@ void bind_executor_parts(torch::Library& m) {
        {arg("index"), arg("memory"), arg("full")})  //
       ("set_peer_shards", &Parameters::set_peer_shards, {arg("index"), arg("shards")});
 
-  BindingTable<Weights>(m, "Weights", weights)                                        //
-      ("uses_epoch_lock", shard_access, &ShardAccess::uses_epoch_lock)                //
-      ("begin_writing", &Weights::begin_writing, {arg("stepping") = false})           //
-      ("end_writing", &Weights::end_writing)                                          //
-      ("expire_compute_shards", &Weights::expire_compute_shards)                      //
-      ("refresh_compute_shards", &Weights::refresh_compute_shards)                    //
-      ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})  //
-      ("valid_compute_shards", compute_shards, &ComputeShards::valid_indices)         //
+  BindingTable<Weights>(m, "Weights", weights)                                              //
+      ("uses_epoch_lock", shard_access, &ShardAccess::uses_epoch_lock)                      //
+      ("begin_writing", &Weights::begin_writing, {arg("stepping") = false})                 //
+      ("end_writing", &Weights::end_writing)                                                //
+      ("expire_compute_shards", &Weights::expire_compute_shards)                            //
+      ("refresh_compute_shards", &Weights::refresh_compute_shards)                          //
+      ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})        //
+      ("gathered_in", &Weights::gathered_in, {arg("dtype")})                                //
+      ("mark_fp8_shards_written", compute_shards, &ComputeShards::mark_fp8_shards_written)  //
+      ("valid_compute_shards", compute_shards, &ComputeShards::valid_indices)               //
       ("mark_compute_shards_written", compute_shards, &ComputeShards::mark_compute_shards_written,
        {arg("indices"), arg("written")})                                                      //
       ("sync_user_writes", user_writes, &UserWrites::sync, {arg("forget") = false})           //

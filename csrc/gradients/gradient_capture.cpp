@@ -45,6 +45,8 @@ void GradientCapture::begin(bool backward, bool adding, int64_t segment) {
     reducer_.release_buffers();
   else if (segment >= 0 && !reducer_.deferred().is_full())
     launch_up_to(recorded_.begin);
+  else
+    reducer_.pools().drain();  // launched reductions refer to buckets that restore() replaces
   // A replay finds deferred gradients or zeros, see before_replay().
   outer_records_.clear();
   grad_aliasing::forget_reads(context_);

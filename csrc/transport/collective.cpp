@@ -61,13 +61,17 @@ Pending CollectiveGather::gather(const std::vector<ParamRecord*>& records, std::
     return gather_inter_host(records, outputs, sources, grouped);
   if (!grouped) {
     auto& record = *records.front();
-    const auto source = memory_.local_source(record, outputs[0].scalar_type());
+    const auto dtype = outputs[0].scalar_type();
+    auto source = memory_.local_source(record, dtype);
+    if (!source.defined() && dtype == at::kFloat8_e4m3fn)
+      sources.push_back(source = record.cast(record.shard, dtype));
     return source.defined() ? comm_.all_gather(outputs[0], source)
-                            : comm_.all_gather(outputs[0], record.shard, outputs[0].scalar_type());
+                            : comm_.all_gather(outputs[0], record.shard, dtype);
   }
   for (size_t i = 0; i < records.size(); ++i) {
     auto source = memory_.local_source(*records[i], outputs[i].scalar_type());
-    sources.push_back(source.defined() ? std::move(source) : records[i]->shard.to(outputs[i].scalar_type()));
+    const auto dtype = outputs[i].scalar_type();
+    sources.push_back(source.defined() ? std::move(source) : records[i]->cast(records[i]->shard, dtype));
   }
   return comm_.all_gather_group(std::move(outputs), sources);
 }
@@ -87,7 +91,7 @@ Pending CollectiveGather::gather_inter_host(const std::vector<ParamRecord*>& rec
     } else {
       found = tensors::empty(record.host_shard_numel(), record.shard.options().dtype(dtype));
       missing.push_back(found);
-      shards.push_back(record.shard.to(dtype));
+      shards.push_back(record.cast(record.shard, dtype));
       context_.count("gather_bytes_across", static_cast<int64_t>(found.nbytes()));
     }
     host_shards.push_back(std::move(found));

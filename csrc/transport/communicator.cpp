@@ -223,6 +223,11 @@ at::Tensor as_real(const at::Tensor& tensor) {
   return c10::isComplexType(dtype) ? tensor.view(c10::toRealValueType(dtype)) : tensor;
 }
 
+// gloo has no fp8. Gathers only copy.
+at::Tensor as_gathered(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat8_e4m3fn ? tensor.view(at::kByte) : as_real(tensor);
+}
+
 std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> copies) {
   if (copies.empty())
     return {};
@@ -275,7 +280,7 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
         options.asyncOp = async;
         // On an accelerator the cast copy is allocated on our stream, so freeing it here is safe.
         auto source = cast_to ? input.to(*cast_to) : input;
-        auto out = as_real(target), in = as_real(source);
+        auto out = as_gathered(target), in = as_gathered(source);
         return Works{compat::all_gather(*group_, out, in, options, 0)};
       },
       copy_back(std::move(copies)), static_cast<int64_t>(output.nbytes()));
@@ -288,8 +293,8 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (jitter_rng_ && inputs[i].is_alias_of(outputs[i]))
       inputs[i] = inputs[i].clone();  // otherwise it would be filled with NaN
-    outputs[i] = as_real(scratch(outputs[i], copies));
-    inputs[i] = as_real(inputs[i]);
+    outputs[i] = as_gathered(scratch(outputs[i], copies));
+    inputs[i] = as_gathered(inputs[i]);
   }
   return launch(
       "an all-gather of parameters",

@@ -114,7 +114,7 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
     }
     auto full = tensors::empty(outputs[i].numel(), record.shard.options());
     comm_.copy_group({full}, {&record.shards}).wait(context_.device);
-    outputs[i].copy_(full);
+    outputs[i].copy_(dtype == at::kFloat8_e4m3fn ? record.cast(full, dtype) : full);
   }
   context_.count("copied_weights", static_cast<int64_t>(records.size()));
   return comm_.copy_group(std::move(to), from);

@@ -67,7 +67,13 @@ void ComputeShards::write_all() {
   const auto may_write = [](const auto& record) { return grad_aliasing::may_write(*record); };
   const bool all = std::all_of(context_.records.begin(), context_.records.end(), may_write);
   if (all) {
-    for (auto& [copies, shards] : memory_) copies.copy_(shards);
+    std::vector<at::Tensor> to, from;
+    for (auto& [copies, shards] : memory_) {
+      to.push_back(copies);
+      from.push_back(shards);
+    }
+    if (!to.empty())
+      tensors::copy_each(to, from);
   }
   for (auto& record : context_.records) {
     if (!record->compute_shard.local.defined())
@@ -112,6 +118,27 @@ void ComputeShards::write_full_precision(const std::vector<ParamRecord*>& record
     tensors::copy_each(copies, shards);
 }
 
+at::Tensor ComputeShards::fp8_source(ParamRecord& record) {
+  auto& copy = record.fp8_shard;
+  if (copy.local.defined() && copy.written != record.stamp(context_.shard_version)) {
+    TORCH_INTERNAL_ASSERT(!recording, "a replay would write the fp8 shard of ", record.name, " each time");
+    at::NoGradGuard no_grad;
+    copy.local.copy_(record.cast(record.shard, at::kFloat8_e4m3fn));
+    copy.written = record.stamp(context_.shard_version);
+    context_.count("fp8_shard_writes");
+  }
+  return copy.local;
+}
+
+void ComputeShards::write_stale_fp8() {
+  for (auto& record : context_.records) fp8_source(*record);
+}
+
+void ComputeShards::mark_fp8_shards_written() {
+  Lock lock(context_.mutex);
+  for (auto& record : context_.records) record->fp8_shard.written = record->stamp(context_.shard_version);
+}
+
 void ShardAccess::set_epoch_lock(std::unique_ptr<EpochLock> epoch_lock) {
   TORCH_INTERNAL_ASSERT(!epoch_lock_);
   epoch_lock_ = std::move(epoch_lock);
@@ -131,6 +158,8 @@ at::Tensor ShardAccess::local_source(ParamRecord& record, at::ScalarType dtype) 
   }
   if (record.shard.scalar_type() == dtype)
     return record.shard;
+  if (dtype == at::kFloat8_e4m3fn)
+    return compute_shards_.fp8_source(record);
   const auto& copy = record.compute_shard;
   if (!copy.local.defined() || copy.local.scalar_type() != dtype)
     return {};
@@ -156,6 +185,7 @@ void ShardAccess::end_writing() {
     return;
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   compute_shards_.write_all();
+  compute_shards_.write_stale_fp8();
   epoch_lock_->end_writing();
 }
 
@@ -253,6 +283,7 @@ void ShardAccess::publish_compute_shards(bool all, bool wait) {
     compute_shards_.write_all();
   } else {
     for (auto* record : stale) compute_shards_.write(*record);
+    compute_shards_.write_stale_fp8();
   }
   if (!shared_)
     return;

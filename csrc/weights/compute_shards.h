@@ -8,6 +8,13 @@
 // slower than device memory. Its compute shard is therefore written by the optimizer step, which has the
 // shard on the device anyway. It is not rewritten before a training step to catch unannounced changes, as
 // other compute shards are: everything except the optimizer must announce changes, as with an epoch lock.
+//
+// [Note: fp8 shards] A weight whose products are all in fp8 is gathered in fp8: each rank divides its shard
+// by a factor that is the same on all ranks, since it is the largest absolute value in any of their shards,
+// over the largest fp8 number. Python computes factors and writes all fp8 shards, see sharding/fp8_shards.py
+// for the times. In between, a stale fp8 shard is written before it is read, or with an epoch lock when a
+// write epoch ends. It gets the present factor, because a new one would need all ranks. An fp8 shard is a
+// cache: without one, a gather casts.
 #pragma once
 
 #include <functional>
@@ -42,6 +49,14 @@ class ComputeShards {
   void write(ParamRecord& record);
   void write_all();  // of shards on the host only stale ones
   void write_full_precision(const std::vector<ParamRecord*>& records);
+
+  // ---- fp8 shards
+  //
+  // Return this rank's shard in fp8; undefined if there is no memory for it.
+  at::Tensor fp8_source(ParamRecord& record);
+  void write_stale_fp8();
+  // Python has written all fp8 shards.
+  void mark_fp8_shards_written();
 
   // ---- shards on the host
   //

@@ -45,6 +45,7 @@ Pending Gatherer::gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& 
 
 Pending Gatherer::gather_group(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                                std::vector<at::Tensor>& sources) {
+  for (size_t i = 0; i < records.size(); ++i) records[i]->gathered_in.insert(outputs[i].scalar_type());
   auto& transport = transport_for(records, outputs, /*grouped=*/true);
   auto pending = transport.gather(records, std::move(outputs), sources, /*grouped=*/true);
   for (auto* record : records) grad_aliasing::note_read_until(*record, pending);

@@ -14,12 +14,28 @@
 
 namespace lightning_zero {
 
+namespace {
+
+constexpr double kLargestFp8 = 448;  // of float8_e4m3fn
+
+}  // namespace
+
 const std::vector<at::Tensor>& ParamRecord::peer_shards_in(at::ScalarType dtype) const {
   static const std::vector<at::Tensor> none;
   if (shard.scalar_type() == dtype)
     return shards.empty() ? full_precision_shard.by_rank : shards;
+  if (dtype == at::kFloat8_e4m3fn)
+    return fp8_shard.by_rank;
   const auto& own = compute_shard.local;
   return own.defined() && own.scalar_type() == dtype ? compute_shard.by_rank : none;
+}
+
+at::Tensor ParamRecord::cast(const at::Tensor& values, at::ScalarType dtype) const {
+  if (dtype != at::kFloat8_e4m3fn)
+    return values.to(dtype);
+  TORCH_INTERNAL_ASSERT(fp8_factor.defined(), name, " has no factor for fp8");
+  // A weight that has grown since its factor was computed would become NaN.
+  return values.mul(fp8_factor.reciprocal()).clamp_(-kLargestFp8, kLargestFp8).to(dtype);
 }
 
 ShardCopy* ParamRecord::cached_host_shard() {
@@ -171,6 +187,23 @@ void Parameters::set_unsharded_cache(int64_t index, std::optional<at::Tensor> me
 void Parameters::set_compute_shard(int64_t index, at::Tensor copy) {
   Lock lock(context_.mutex);
   context_.at(index).compute_shard.local = std::move(copy);
+}
+
+void Parameters::set_fp8_factor(int64_t index, at::Tensor factor) {
+  Lock lock(context_.mutex);
+  TORCH_INTERNAL_ASSERT(factor.numel() == 1 && factor.scalar_type() == at::kFloat);
+  context_.at(index).fp8_factor = std::move(factor);
+}
+
+void Parameters::set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
+  Lock lock(context_.mutex);
+  auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(copy.numel() == record.shard_numel() && copy.scalar_type() == at::kFloat8_e4m3fn);
+  TORCH_INTERNAL_ASSERT(peers.empty() ||
+                        (weights_.access().uses_epoch_lock() && covers_host(peers, copy.numel())));
+  record.fp8_shard.by_rank = std::move(peers);
+  record.fp8_shard.local = std::move(copy);
+  record.fp8_shard.written = {};
 }
 
 void Parameters::mark_on_host(int64_t index) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -86,7 +87,12 @@ struct ParamRecord {
   // In the shard's dtype, for full-precision computation. Written and read together with the compute shard,
   // since shards change at times that peers do not know.
   ShardCopy full_precision_shard;
-  std::vector<at::Tensor> shards;  // of every rank of the host, with an epoch lock
+  // In fp8, divided by `fp8_factor`, which all ranks share. See [Note: fp8 shards] in
+  // weights/compute_shards.h.
+  ShardCopy fp8_shard;
+  at::Tensor fp8_factor;  // a float32 number; undefined if no graph may gather the weight in fp8
+  std::set<at::ScalarType> gathered_in;  // dtypes in which compiled code gathered the weight
+  std::vector<at::Tensor> shards;        // of every rank of the host, with an epoch lock
   CachedWeight cached;
   DeferredGradient deferred;
   std::vector<int64_t> shape;  // of the full parameter
@@ -113,6 +119,8 @@ struct ParamRecord {
     return attached.defined() && attached.const_data_ptr() == grad.const_data_ptr();
   }
   Stamp stamp(int64_t shard_version) const { return {shard_version, static_cast<int64_t>(param._version())}; }
+  // Return elements of the weight in `dtype`: divided by the factor and clamped if that is fp8.
+  at::Tensor cast(const at::Tensor& values, at::ScalarType dtype) const;
   // Return every rank's shard in `dtype` if this process can read them; otherwise an empty vector.
   const std::vector<at::Tensor>& peer_shards_in(at::ScalarType dtype) const;
 };
@@ -172,6 +180,10 @@ class Parameters {
   void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool full);
   void set_unsharded_cache(int64_t index, std::optional<at::Tensor> memory);
   void set_compute_shard(int64_t index, at::Tensor copy);
+  // Set the number by which gathers in fp8 divide the weight, in memory that Python writes.
+  void set_fp8_factor(int64_t index, at::Tensor factor);
+  // Set a shard in fp8, and that of every rank if this process can read them, which needs an epoch lock.
+  void set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
   // The shard is in host memory, which the device reads over its link.
   void mark_on_host(int64_t index);
   // Compute shards in one tensor, of the shards in another, to be written by one kernel.

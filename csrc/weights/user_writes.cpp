@@ -150,7 +150,7 @@ void UserWrites::copy_to_shard(const Tracked& weight) {
   const auto own = own_part(weight);
   if (own.numel() > 0)
     record.shard.narrow(0, 0, own.numel()).copy_(own);
-  record.compute_shard.written = record.full_precision_shard.written = {};
+  record.compute_shard.written = record.full_precision_shard.written = record.fp8_shard.written = {};
   if (record.compute_shard.written_by_optimizer)
     ++context_.user_write_count;
   unsharded_cache_.apply_user_write(record, weight.flat);

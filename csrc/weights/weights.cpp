@@ -61,6 +61,7 @@ at::Tensor Weights::gather_start(int64_t index, at::IntArrayRef shape, at::Scala
   sync_edits_if_any();
   auto& record = context_.at(index);
   note(GatherLog::Kind::SINGLE, dtype, {&record});
+  record.gathered_in.insert(dtype);
   at::Tensor flat;
   std::vector<at::Tensor> sources{record.shard};
   auto pending = gatherer_.gather(record, dtype, flat, sources);
@@ -87,6 +88,13 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
   auto started = start_gather(gatherer_, {std::move(records), dtype, numel}, sources);
   register_pending(started.buffer, std::move(started.pending), std::move(sources), context_.device);
   return started.buffer;
+}
+
+at::Tensor Weights::fp8_factor(int64_t index) const {
+  Lock lock(context_.mutex);
+  const auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(record.fp8_factor.defined(), record.name, " has no factor for fp8");
+  return record.fp8_factor.clone();
 }
 
 void Weights::cached_gather_start(at::TensorList cache, at::TensorList shards) {
@@ -169,6 +177,16 @@ bool Weights::sync_compute_shards(bool ahead) {
   else
     access_.publish(/*all=*/false, /*wait=*/true);
   return true;
+}
+
+std::vector<int64_t> Weights::gathered_in(at::ScalarType dtype) const {
+  Lock lock(context_.mutex);
+  std::vector<int64_t> found;
+  for (const auto& record : context_.records) {
+    if (record->live && record->gathered_in.count(dtype) > 0)
+      found.push_back(record->index);
+  }
+  return found;
 }
 
 // ---- a rank without gradients

@@ -29,6 +29,8 @@ class Weights {
   // Gather several weights in one launch into one tensor of `numel` elements, one after the other, each
   // padded.
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
+  // Return a copy of the factor of gathers in fp8, a number.
+  at::Tensor fp8_factor(int64_t index) const;
   // Gather weights that stay until the optimizer step into their memory, unless they are valid.
   void cached_gather_start(at::TensorList cache, at::TensorList shards);
   // Begin a compiled graph that gathers and reduces according to `plan`. All ranks must have that plan, and
@@ -53,6 +55,8 @@ class Weights {
   // which is not repeated before its replay, see ShardAccess::publish_before_capture(). Return true if
   // anything was done.
   bool sync_compute_shards(bool ahead = false);
+  // Return the indices of the parameters that compiled code gathered in `dtype`.
+  std::vector<int64_t> gathered_in(at::ScalarType dtype) const;
 
   // End a backward without gradients on this rank: gather what its peers gather, see [Note: a rank without
   // gradients].

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+import bitsandbytes_peer
 from plain_models import DiffusionTransformer, GraphNet, UNet
 
 __all__ = ["ARCHITECTURES", "WARMED_UP", "Architecture", "Sizes"]
@@ -32,6 +33,7 @@ class Sizes:
         length: tokens, or pixels along a side, or samples of sound.
         lengths: of batches, in turn, instead of `length`.
         experts: transformers' implementation of experts; "" for its default.
+        quantizer: "bitsandbytes" stores frozen weights in NF4 with double quantization; "" leaves that to a strategy.
         cache: transformers' models keep keys and values.
     """
 
@@ -43,6 +45,7 @@ class Sizes:
     length: int
     lengths: tuple[int, ...] = ()
     experts: str = ""
+    quantizer: str = ""
     cache: bool = False
 
     def length_of(self, index: int) -> int:
@@ -106,6 +109,22 @@ def lora(sizes: Sizes) -> nn.Module:
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     return get_peft_model(llama(sizes), LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"))
+
+
+def lora_on_llama3(sizes: Sizes) -> nn.Module:
+    """Return Llama-3's shape, frozen in bfloat16 on the device, with adapters of rank 16 on all linear layers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = 7 * sizes.width // 2
+    config = LlamaConfig(**decoder_sizes(sizes), intermediate_size=hidden, rope_theta=5e5, dtype=torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        base = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        base.requires_grad_(False)
+        if sizes.quantizer == "bitsandbytes":
+            base = bitsandbytes_peer.quantize(base, kept=("lm_head",))
+        lora_config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(base, lora_config)
 
 
 def gemma(sizes: Sizes) -> nn.Module:
@@ -618,6 +637,9 @@ ARCHITECTURES = {
     "parts": Architecture(parts, _PARTS, (_ENCODER,), loss=parts_loss),
     "wrapped_parts": Architecture(wrapped_parts, _PARTS, (_ENCODER,), loss=wrapped_loss),
     "lora": Architecture(lora, replace(_LLAMA, layers=16), ("LlamaDecoderLayer",)),
+    "lora_8b": Architecture(
+        lora_on_llama3, Sizes(32, 4096, 32, 128256, batch=1, length=4096), ("LlamaDecoderLayer",), tiny=_tiny(width=128)
+    ),
     "mixtral": Architecture(mixtral, _EXPERTS, ("MixtralDecoderLayer",)),
     "qwen3_moe": Architecture(qwen3_moe, _EXPERTS, ("Qwen3MoeDecoderLayer",)),
     "deepseek": Architecture(deepseek, _EXPERTS, ("DeepseekV3DecoderLayer",)),

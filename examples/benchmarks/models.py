@@ -8,8 +8,10 @@ process's Python.
 
 `fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `fsdp2_graph` is the
 same with forward and backward in one CUDA graph, captured after three steps, as torchtitan does it; `ddp` compiles the
-whole model. All train from float32 master weights in bfloat16, with fused AdamW and norm clipping at 1.0; gradients are
-averaged in bfloat16. Weights are drawn by `quick_draws`: what torch draws on one core takes as long as a start.
+whole model, or with `--compile-blocks` each block. All train from float32 master weights in bfloat16, with fused AdamW
+and norm clipping at 1.0; gradients are averaged in bfloat16. Weights are drawn by `quick_draws`: what torch draws on
+one core takes as long as a start. `lora_8b` has a frozen base in bfloat16, which `--option 'frozen_dtype="nf4"'`
+quantizes under our strategies, and `--quantizer bitsandbytes` under others.
 """
 
 import argparse
@@ -60,10 +62,13 @@ class Module(L.LightningModule):
             return
         self.sharded = True
         if ARGS.strategy == "ddp":
-            for part in self.children():
+            for part in self.blocks() if ARGS.compile_blocks else self.children():
                 compile_calls(part)
         if ARGS.strategy.startswith("fsdp2"):
             self.shard_by_blocks()
+
+    def blocks(self) -> list[nn.Module]:
+        return [module for module in self.modules() if type(module).__name__ in self.architecture.blocks]
 
     def shard_by_blocks(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -75,7 +80,7 @@ class Module(L.LightningModule):
                 if param.dim() == 0:  # fully_shard takes none
                     setattr(part, name, nn.Parameter(param.detach()[None]))
         mesh, reshard = self.device_mesh["data_parallel"], not ARGS.no_reshard
-        for block in [module for module in self.modules() if type(module).__name__ in self.architecture.blocks]:
+        for block in self.blocks():
             compile_calls(block)
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for part in self.children():
@@ -220,10 +225,20 @@ def profiler(trainer: L.Trainer) -> Any:
                 trace = Path(directory, "trace.json")
                 profile.export_chrome_trace(str(trace))
                 lines = idle_gaps.describe(trace)
-            print("\n".join([f"{ARGS.model}:", *lines]), flush=True)
+            print("\n".join([f"{ARGS.model}:", *lines, *slowest_kernels(profile)]), flush=True)
 
     schedule = torch.profiler.schedule(wait=ARGS.steps + 1, warmup=3, active=PROFILED, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=show)
+
+
+def slowest_kernels(profile: Any, count: int = 16) -> list[str]:
+    """Return lines with the milliseconds in a step, the calls in a step and the name of each kernel."""
+    on_device = [row for row in profile.key_averages() if row.device_type is not torch.autograd.DeviceType.CPU]
+    on_device.sort(key=lambda row: -row.self_device_time_total)
+    return [
+        f"{row.self_device_time_total / 1e3 / PROFILED:8.2f} ms {row.count / PROFILED:6.0f} {row.key[:110]}"
+        for row in on_device[:count]
+    ]
 
 
 def chosen_sizes(architecture: Architecture) -> Sizes:
@@ -234,7 +249,7 @@ def chosen_sizes(architecture: Architecture) -> Sizes:
     changed = {name: value for name, value in given.items() if value}
     if ARGS.length and not lengths:
         changed["lengths"] = ()
-    return replace(sizes, **changed, experts=ARGS.experts or "", cache=ARGS.cache)
+    return replace(sizes, **changed, experts=ARGS.experts or "", quantizer=ARGS.quantizer, cache=ARGS.cache)
 
 
 def main() -> None:
@@ -273,12 +288,16 @@ def main() -> None:
     result = {
         "model": ARGS.model,
         "strategy": ARGS.strategy + "_no_reshard" * ARGS.no_reshard,
-        "options": ARGS.option + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
+        "options": ARGS.option
+        + [ARGS.quantizer] * bool(ARGS.quantizer)
+        + ["compile_blocks"] * ARGS.compile_blocks
+        + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
         "ms": round(statistics.median(steady), 2),
         "ms_10_90": outer_deciles(steady, 2),
         "host_ahead_ms": round(statistics.median(leads), 2) if leads else None,
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
+        "first_step_peak_gib": clock.first_peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,
         "gib_by_role": start.roles,
@@ -301,19 +320,23 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="sizes for the CPU, which show what is compiled")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; aot_eager is quick")
+    parser.add_argument("--compile-blocks", action="store_true", help="DDP: compile each block, not the model")
     parser.add_argument("--no-dropout", action="store_true", help="so that strategies have the same losses")
     parser.add_argument("--losses", action="store_true", help="print the loss of each step, too")
     parser.add_argument("--turns", action="store_true", help="wait for a line of the input before steps are timed")
     parser.add_argument("--cache", action="store_true", help="keys and values are kept, transformers' default")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--experts", help="of mixtures: eager, batched_mm or grouped_mm")
+    parser.add_argument("--quantizer", default="", choices=["bitsandbytes"], help="of frozen weights, for a peer")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
     parser.add_argument("--lengths", help="tokens of batches, in turn, with commas")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=15)
-    parser.add_argument("--profile", action="store_true", help="say where the device stands idle, too")
+    parser.add_argument(
+        "--profile", action="store_true", help="say where the device stands idle, and name the slowest kernels"
+    )
     parser.add_argument("--no-reshard", action="store_true", help="FSDP2: keep weights gathered after forward")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"

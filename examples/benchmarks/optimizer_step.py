@@ -12,7 +12,8 @@ the step begins, as it is in a training whose forward and backward take longer t
 the device within the step pays for that all the same. `--asleep 0` leaves the sleep out. The bytes a step needs:
 gradients read for the norm (4), gradients read and scaled (8), weights and both moments read and written (24), the
 bfloat16 copy written (2): 38 per element. `--state-dtype` is the option of our ways: `bf16` needs 30 bytes per element,
-and `8bit` needs 26.06.
+and `8bit` needs 26.06. With `--bf16-weights` our ways step bfloat16 weights by `bf16_stochastic_round`: 18 bytes per
+element, or 14.06 with 8-bit state.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from compare.timing import outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder
 
 BYTES = {None: 38, "bf16": 30, "8bit": 22 + 4 * (1 + 4 / 256)}
+BYTES_OF_BF16_WEIGHTS = {None: 18, "bf16": 18, "8bit": 10 + 4 * (1 + 4 / 256)}
 MAX_NORM = 1.0
 CYCLES = 1.9e9  # of a multiprocessor, per second
 
@@ -50,14 +52,18 @@ def adamw(params: list[Tensor], **options: object) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1e-5, weight_decay=0.1, **options)
 
 
-def ours(size: str, capture: bool | str, state_dtype: str | None) -> tuple[Callable[[], None], int]:
+def ours(
+    size: str, capture: bool | str, state_dtype: str | None, bf16_weights: bool = False
+) -> tuple[Callable[[], None], int]:
     from lightning_zero.config import EngineConfig, Tuning
     from lightning_zero.engine import Engine
 
     device = torch.device("cuda", torch.cuda.current_device())
-    tuning = Tuning(cuda_graph_step=capture, state_dtype=state_dtype)
-    engine = Engine(device, EngineConfig(tuning=tuning, compute_dtype=torch.bfloat16))
+    tuning = Tuning(cuda_graph_step=capture, state_dtype=state_dtype, bf16_stochastic_round=bf16_weights)
+    engine = Engine(device, EngineConfig(tuning=tuning, compute_dtype=None if bf16_weights else torch.bfloat16))
     model = build(size)
+    if bf16_weights:
+        model.to(torch.bfloat16)
     engine.shard(model)
     optimizer = adamw(list(model.parameters()), fused=True)
     engine.optimizers.arrange([optimizer])
@@ -179,11 +185,11 @@ class Start:
 
 
 WAYS = {
-    "captured": lambda size, state_dtype: ours(size, True, state_dtype),
-    "eager": lambda size, state_dtype: ours(size, False, state_dtype),
-    "fused": lambda size, state_dtype: fused(size),
-    "fsdp2": lambda size, state_dtype: fsdp2(size),
-    "deepspeed": lambda size, state_dtype: deepspeed(size),
+    "captured": lambda size, *options: ours(size, True, *options),
+    "eager": lambda size, *options: ours(size, False, *options),
+    "fused": lambda size, *_: fused(size),
+    "fsdp2": lambda size, *_: fsdp2(size),
+    "deepspeed": lambda size, *_: deepspeed(size),
 }
 
 
@@ -195,14 +201,16 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--asleep", type=float, default=2.0, help="milliseconds for which the device sleeps first")
     parser.add_argument("--state-dtype", choices=["bf16", "8bit"], help="of the ways captured and eager")
+    parser.add_argument("--bf16-weights", action="store_true", help="of the ways captured and eager")
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     bandwidth = copy_bandwidth()
     for way in arguments.ways.split(","):
-        state_dtype = arguments.state_dtype if way in ("captured", "eager") else None
+        is_ours = way in ("captured", "eager")
+        state_dtype, bf16_weights = arguments.state_dtype if is_ours else None, is_ours and arguments.bf16_weights
         torch.cuda.reset_peak_memory_stats()
-        step, elements = WAYS[way](arguments.size, state_dtype)
+        step, elements = WAYS[way](arguments.size, state_dtype, bf16_weights)
         times: list[float] = []
         host: list[float] = []
         for number in range(arguments.warm + arguments.steps):
@@ -221,11 +229,13 @@ def main() -> None:
             if number >= arguments.warm:
                 times.append(start.event.elapsed_time(end))
                 host.append(1e3 * (host_end - start.clock))
-        ms, floor = statistics.median(times), 1e3 * BYTES[state_dtype] * elements / bandwidth
+        needed = BYTES_OF_BF16_WEIGHTS if bf16_weights else BYTES
+        ms, floor = statistics.median(times), 1e3 * needed[state_dtype] * elements / bandwidth
         result = {
             "way": way,
             "size": arguments.size,
             "state_dtype": state_dtype,
+            "weights": "bf16" if bf16_weights else "float32",
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "ranks": dist.get_world_size(),
             "elements": elements,

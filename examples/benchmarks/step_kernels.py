@@ -22,10 +22,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="1b", choices=SIZES)
     parser.add_argument("--state-dtype", choices=["bf16", "8bit"])
+    parser.add_argument("--bf16-weights", action="store_true", help="rounded stochastically")
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    step, elements = ours(arguments.size, True, arguments.state_dtype)
+    step, elements = ours(arguments.size, True, arguments.state_dtype, arguments.bf16_weights)
     for _ in range(4):
         step()
     torch.cuda.synchronize()
@@ -40,7 +41,7 @@ def main() -> None:
         for launcher in tuner.launchers:
             found = {"registers": launcher.n_regs, "spills": launcher.n_spills, "config": str(launcher.config)}
             print(json.dumps({"kernel": tuner.fn.__name__} | found), flush=True)
-    print(json.dumps({"elements": elements, "state_dtype": arguments.state_dtype}))
+    print(json.dumps({"elements": elements, **vars(arguments)}))
     dist.destroy_process_group()
 
 

@@ -15,11 +15,13 @@ strategy, whose losses can be compared then.
 
 `--torchao tensorwise` trains `fsdp2`, `ddp` or `ddp_compile` with torchao's float8 layers; see `torchao_peer.py`.
 `--option 'linear_dtype="fp8"'` is ours. `--size 8b --layers 8` has the widths of Llama-8B and eight of its layers.
+`--size llama8b` has the shape of Llama-3-8B. `--adamw8bit` is torchao's optimizer with 8-bit state, for `fsdp2`.
 """
 
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -38,7 +40,7 @@ import torchao_peer
 from compare import idle_gaps
 from compare.baselines import clip_by_hand, zero_strategy
 from compare.fast_init import quick_draws
-from compare.timing import Clock, exit_without_cleanup, outer_deciles
+from compare.timing import Clock, Start, exit_without_cleanup, outer_deciles
 from crossing import Crossing
 from lightning_zero.cli.models import SIZES, Decoder, Tokens
 
@@ -63,8 +65,10 @@ class Module(L.LightningModule):
         on_cpu: bool = False,
         ranks_per_host: int = 0,
         torchao: Torchao = Torchao(),
+        adamw8bit: bool = False,
     ) -> None:
         super().__init__()
+        self.adamw8bit = adamw8bit
         self.shape, self.strategy, self.reshard = shape, strategy, reshard
         self.on_cpu, self.ranks_per_host, self.torchao = on_cpu, ranks_per_host, torchao
         self.swapped = 0
@@ -119,6 +123,8 @@ class Module(L.LightningModule):
             torchao_peer.after_step(self.net)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.adamw8bit:
+            return torchao_peer.adamw8bit(self.parameters(), lr=1e-4, weight_decay=0.1)
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
 
 
@@ -185,9 +191,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
     )
+    parser.add_argument("--precision", help="default bf16-mixed, and 32-true for fsdp2")
     parser.add_argument("--torchao", default="", choices=torchao_peer.RECIPES, help="float8 layers of torchao")
     parser.add_argument("--torchao-layers", default="auto", choices=torchao_peer.FILTERS, help="its filter, or all")
     parser.add_argument("--torchao-gather", choices=["16", "fp8"], help="fp8 for tensorwise on several ranks")
+    parser.add_argument("--adamw8bit", action="store_true", help="torchao's, instead of torch's AdamW")
     parser.add_argument("--trace", metavar="FILE", help="a Chrome trace of some steps on rank 0")
     return parser
 
@@ -209,9 +217,9 @@ def main() -> None:
     else:
         hosts = [f"tuning.ranks_per_host={per_host}"] if per_host else []
         strategy = zero_strategy(arguments.strategy, hosts + arguments.option)
-    clock, losses = Clock(arguments.warm, arguments.ask_on_cpu), Losses()
+    clock, losses, start = Clock(arguments.warm, arguments.ask_on_cpu), Losses(), Start()
     crossing = Crossing(per_host, arguments.warm) if per_host else None
-    callbacks: list[L.Callback] = [clock]
+    callbacks: list[L.Callback] = [clock, start]
     if crossing:
         crossing.watch()
         callbacks += [losses, crossing]
@@ -219,7 +227,7 @@ def main() -> None:
         strategy,
         callbacks,
         devices=arguments.devices,
-        precision="32-true" if fsdp2 else "bf16-mixed",
+        precision=arguments.precision or ("32-true" if fsdp2 else "bf16-mixed"),
         max_steps=arguments.steps,
         accumulate_grad_batches=arguments.accumulate,
     )
@@ -229,21 +237,29 @@ def main() -> None:
             on_trace_ready=lambda p: traced(p, arguments.trace) if trainer.global_rank == 0 else None,
         )
         clock.profiler.start()
-    module = Module(shape, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host, torchao)
+    module = Module(
+        shape, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host, torchao, arguments.adamw8bit
+    )
+    start.begin = time.perf_counter()
     with quick_draws():
         trainer.fit(module, DataLoader(Tokens(arguments.length), arguments.batch))
     steady = clock.milliseconds()
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
-        "options": arguments.option + ["ask_on_cpu"] * arguments.ask_on_cpu,
+        "precision": trainer.precision,
+        "options": arguments.option + ["ask_on_cpu"] * arguments.ask_on_cpu + ["adamw8bit"] * arguments.adamw8bit,
         "size": arguments.size + f"/{arguments.layers} layers" * bool(arguments.layers),
         "tokens": f"{arguments.accumulate}x{arguments.batch}x{arguments.length}",
         "devices": arguments.devices,
         "ms": round(statistics.median(steady), 2),
         "ms_10_90": outer_deciles(steady, 2),
+        "first_step_peak_gib": clock.first_peak,
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,
+        "gib_by_role": start.roles,
+        "parameters": sum(param.numel() for param in module.parameters()),
+        "start_s": round(start.seconds, 1),
         "steady_after_s": round(clock.steady_after, 1),
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,

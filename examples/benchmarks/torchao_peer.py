@@ -5,6 +5,8 @@ that are not multiples of 16, no layers that their own filter finds too small, f
 """
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,3 +48,10 @@ def after_step(model: nn.Module) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def adamw8bit(params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with 8-bit state, which compiles its step for each shape of a parameter."""
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, **options)

@@ -67,13 +67,21 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, width: int, layers: int, heads: int, hidden: int, key_heads: int | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        hidden: int,
+        key_heads: int | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
         super().__init__()
         self.angles = width // heads // 2
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary or VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, heads, hidden, key_heads or heads) for _ in range(layers))
         self.norm = Norm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary or VOCABULARY, bias=False)
         self.register_buffer("cos", torch.empty(LONGEST, self.angles), persistent=False)
         self.register_buffer("sin", torch.empty(LONGEST, self.angles), persistent=False)
         if not self.cos.is_meta:

@@ -221,7 +221,7 @@ class Compiler:
         graph, recompute = tag_gathers(graph, saved_limits(self.context(last))), self._config.recompute
         if recompute is not None:
             graph = tag_activations(graph, recompute)
-        return convert_products(graph, self._config)
+        return convert_products(graph, self._config, self._context.fp8_shards)
 
     def _offload_limits(self) -> OffloadLimits | None:
         limits = offload_limits(self._context)
@@ -334,7 +334,8 @@ class Compiler:
         names = [(spec.name, spec.version) for spec in self.passes()]
         context = self.context()
         agreed_plans = [plan.collectives() for plan in context.agreed_plans]
-        decides = (names, context.config, context.saved_share, context.world_size, agreed_plans)
+        rewritten = context.config, context.saved_share, context.world_size, context.fp8_shards
+        decides = (names, *rewritten, agreed_plans)
         digest = hashlib.sha256(repr(decides).encode())
         for package in GRAPH_PACKAGES:
             for path in sorted(Path(__file__).parent.parent.joinpath(package).rglob("*.py")):
@@ -360,7 +361,8 @@ class Compiler:
                 return _boxed(module)
 
         def inference_compiler(module: GraphModule, inputs: Any) -> Any:
-            convert_products(module.graph, self._config)  # Inductor runs joint passes here, too
+            # Inductor runs joint passes here, too.
+            convert_products(module.graph, self._config, self._context.fp8_shards)
             return compiler(module, inputs)
 
         compile_fx = aot_autograd(

@@ -32,6 +32,7 @@ class PassContext:
         zero_copy_gradients: the executor sends gradients from the graph's memory, so graphs must not reuse it at once.
         saved_share: share, from 0 to 1, of the bytes gathered twice that the graph keeps for backward in addition to
             what ``config`` requests.
+        fp8_shards: weights whose products are all in fp8 are gathered in fp8, see ``sharding/fp8_shards.py``.
         backward_follows: backward runs right after this graph's forward, with no other graph in between.
     """
 
@@ -42,6 +43,7 @@ class PassContext:
     zero_copy_gradients: bool = False
     saved_share: float = 0.0
     backward_follows: bool = False
+    fp8_shards: bool = False
 
     @property
     def small_bytes(self) -> int:

@@ -40,6 +40,7 @@ from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.offload.staging_ring import FRACTION_WITH_COMPUTE, measure_host_bandwidth
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel, measure_costs
 from lightning_zero.profiling.device_gauges import MemoryGauge
+from lightning_zero.sharding.fp8_shards import Fp8Shards, uses_fp8_shards
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
@@ -192,7 +193,13 @@ class CompileSession:
             self._mesh.shard_group.size,
             self.costs_or_nominal,
             zero_copy_gradients=self._transports.zero_copy_gradients,
+            fp8_shards=self.uses_fp8_shards,
         )
+
+    @property
+    def uses_fp8_shards(self) -> bool:
+        """Return True if compiled code gathers weights in fp8."""
+        return uses_fp8_shards(self.config, self._mesh)
 
     def _compile_again(self, saved_share: float | None = None) -> None:
         """Recompile the same modules with other passes or another share of saved weights.
@@ -335,6 +342,7 @@ class CompiledStepHooks:
         self._cuda_graphs = cuda_graphs
         self.sharder = sharder
         self.transports = transports
+        self._fp8_shards: Fp8Shards | None = None  # set once they are used
         self._eager_reads = -1  # in the last step; -1 if unknown
         self._reported_hooks = False
         self._reported_limit: float | None = None  # MiB of activations of the last warning
@@ -342,7 +350,7 @@ class CompiledStepHooks:
     def allocate(self) -> None:
         """Allocate memory that other ranks access. Collective at the first call."""
         self.sharder.memory.finalize_layout()
-        if self.sharder.memory.allocate_transport_memory():
+        if self.sharder.memory.allocate_transport_memory(self.session.uses_fp8_shards):
             self.remeasure_links()
 
     def remeasure_links(self) -> None:
@@ -361,12 +369,50 @@ class CompiledStepHooks:
         self._executor.activations.wait_all()
         self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
+            if (fp8_shards := self._find_fp8_shards()) is not None and fp8_shards.before_forward():
+                self._cuda_graphs.drop()  # they cast master shards
             self._executor.weights.refresh_compute_shards()
         used = config.compute_dtype if config.compiled.enabled else None  # eager code casts after it reads
         kept = self.session.next_pass()
         self.sharder.memory.cache_unsharded(used, small_weight_bytes(config.compiled), kept)
         if not self._first_pass:
             self._cache.forward_begins(self.session.config.memory, self.session.compiled)
+
+    def _find_fp8_shards(self) -> Fp8Shards | None:
+        """Return the shards that are gathered in fp8; None if the options have always excluded them.
+
+        They also allocate compute shards, which later graphs without fp8 read.
+        """
+        dtype = self.session.config.compute_dtype
+        if self._fp8_shards is None and dtype is not None and self.session.uses_fp8_shards:
+            memory, symm_mem = self.sharder.memory, self.transports.weight_memory
+            self._fp8_shards = Fp8Shards(
+                self._executor, self.sharder.mesh, dtype, self.sharder.records, memory, symm_mem
+            )
+        return self._fp8_shards
+
+    def begin_stage(self) -> None:
+        """Call when a training or an evaluation begins."""
+        if self._fp8_shards is not None:
+            self._fp8_shards.begin_stage()
+
+    def end_step(self, forward_follows: bool) -> None:
+        """Call after an optimizer has stepped, before other ranks may read the shards. Collective.
+
+        ``forward_follows``: the training step goes on.
+        """
+        if self._fp8_shards is not None:
+            self._fp8_shards.after_step(forward_follows)
+
+    def before_evaluation(self) -> None:
+        """Call before each evaluation forward."""
+        if self._fp8_shards is not None:
+            self._fp8_shards.before_evaluation()
+
+    def after_loading(self) -> None:
+        """Call after all ranks have loaded weights. Collective."""
+        if self._fp8_shards is not None:
+            self._fp8_shards.after_loading()
 
     @property
     def _first_pass(self) -> bool:

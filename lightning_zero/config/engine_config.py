@@ -48,6 +48,7 @@ class CompileConfig:
     fp8_exclude: tuple[str, ...] = ()
     fp8_min_gain: float = Tuning.fp8_min_gain
     fp8_gradient_format: str = Tuning.fp8_gradient_format
+    fp8_shards: bool = False
 
     @classmethod
     def from_options(cls, chosen: Options) -> CompileConfig:
@@ -72,6 +73,7 @@ class CompileConfig:
             fp8_exclude=tuning.fp8_exclude,
             fp8_min_gain=tuning.fp8_min_gain,
             fp8_gradient_format=tuning.fp8_gradient_format,
+            fp8_shards=tuning.fp8_shards,
         )
 
     @property

@@ -101,6 +101,12 @@ class Tuning:
         default=None,
         default_text="as the optimizer makes it",
     )
+    bf16_stochastic_round: bool = _memory(
+        "Round bfloat16 weights stochastically after each step, which is computed in float32, with "
+        "``precision='bf16-true'``. Optimizer state in bfloat16 is rounded alike. Default False: to the nearest value, "
+        "which loses small updates.",
+        default=False,
+    )
     matrix_bucket_mb: float = _memory(
         "MiB of full updates that an optimizer of matrices, such as Muon, has in memory at once on each rank. Default "
         "256; at least one matrix. With several ranks, half of it is exchanged while the other half is computed. One "
@@ -269,6 +275,12 @@ class Tuning:
         "With ``linear_dtype='fp8'``, the format of gradients of activations. ``'e5m2'`` has more range, ``'e4m3'`` "
         "more precision. Default ``'e5m2'``.",
         default="e5m2",
+        on_change=OnChange.RECOMPILE,
+    )
+    fp8_shards: bool = _compile(
+        "With ``linear_dtype='fp8'`` on one host, casts float32 weights whose products are all in fp8 once per "
+        "optimizer step, and gathers them in fp8. Default False.",
+        default=False,
         on_change=OnChange.RECOMPILE,
     )
 

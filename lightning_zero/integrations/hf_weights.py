@@ -73,6 +73,7 @@ def load_safetensors(
         error = next((result for result in results if isinstance(result, ValueError)), None)
         if error is not None:
             raise error
+        engine.checkpoints.after_loading()
         return IncompatibleKeys(*results[engine.rank])  # type: ignore[misc]
     finally:
         sync.invalidate_copies()

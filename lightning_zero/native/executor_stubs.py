@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -56,6 +57,18 @@ class Parameters(Protocol):
 
     def set_compute_shard(self, index: int, copy: Tensor) -> None:
         """Set 1-D memory for the shard's values in another dtype. Gathers in that dtype read it."""
+
+    def set_fp8_factor(self, index: int, factor: Tensor) -> None:
+        """Set the number by which gathers in fp8 divide the weight, equal on all ranks.
+
+        The caller keeps its memory current.
+        """
+
+    def set_fp8_shard(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
+        """Set memory for the parameter's shard in fp8, on this rank and on each rank.
+
+        ``peers`` is empty if this process cannot read them; otherwise it needs an epoch lock.
+        """
 
     def add_compute_shard_memory(self, copies: Tensor, shards: Tensor) -> None:
         """Register compute shards that are adjacent in memory, and their shards.
@@ -124,6 +137,13 @@ class Weights(Protocol):
         are not repeated before the replay. Return True if they were made.
         """
         ...
+
+    def gathered_in(self, dtype: torch.dtype) -> list[int]:
+        """Return the indices of the parameters that compiled code gathered in ``dtype``."""
+        ...
+
+    def mark_fp8_shards_written(self) -> None:
+        """Mark all fp8 shards as valid: the caller has written them."""
 
     def user_write_count(self) -> int:
         """Return a number that changes whenever a writer other than an optimizer reports a change of shards."""

@@ -1,4 +1,4 @@
-"""Optimizer state in bfloat16 (``state_dtype="bf16"``), with stochastic rounding.
+"""Stochastic rounding to bfloat16, of optimizer state (``state_dtype="bf16"``) and weights.
 
 A value between two bfloat16 neighbors is rounded up with the probability that keeps its mean. Round-to-nearest would
 stop an average that moves by less than half of bfloat16's resolution. Values that bfloat16 can represent do not change.
@@ -32,6 +32,7 @@ def keeps_bf16_state(numel: int, dtype: torch.dtype) -> bool:
 
 BLOCK = ALIGNMENT_BYTES // 4  # elements; no shard that is stepped in float32 or less ends inside a block
 WORD, HALF = 0xFFFFFFFF, 0xFFFF
+LANE = 0x9E37  # golden ratio of 16 bits: multiples of it, modulo 2**16, are evenly spread
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,18 @@ def noise_bits(words: Tensor, number: int) -> Tensor:
 
 
 def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
-    """Round float32 to bfloat16 with this noise.
+    """Round float32 to bfloat16.
 
-    ``number`` is the index of the value among those that share the noise. Each index uses other bits of it.
+    Args:
+        noise: A word for each element, or for each row of ``value``; neighbors in a row then get evenly spread noise.
+        number: Index of the value among those that share the noise. Each index uses other bits of it.
     """
-    low = noise_bits(noise, number)
+    low = noise_bits(noise, number).to(torch.int32)
+    if low.shape != value.shape:
+        low = (low + torch.arange(value.shape[-1], dtype=torch.int32, device=value.device) * LANE) & HALF
     finite = value.isfinite()
     bits = torch.where(finite, value, 0.0).view(torch.int32)
-    up = (bits + low.to(torch.int32)) & ~HALF  # the sign bit stays: finite magnitudes are below it
+    up = (bits + low) & ~HALF  # the sign bit stays: finite magnitudes are below it
     return torch.where(finite, up.view(torch.float32), value).to(torch.bfloat16)
 
 

@@ -21,7 +21,7 @@ from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, ElementPositions
 from lightning_zero.optim.quantized_state import SCALES, codes_key, is_quantized, scales_key
-from lightning_zero.optim.state_dtypes import StoredDtypes
+from lightning_zero.optim.state_dtypes import StoredDtypes, rounds_weights
 from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.layout import STATE_BLOCK
 from lightning_zero.sharding.param_record import Role, ShardedParameter
@@ -37,7 +37,8 @@ class FlatRun:
         param: All members, flat, with the number of dimensions that all have, or 1-D. ``.grad`` is set unless it has
             another dtype.
         counts: The members' 0-dim state (such as step counts) by name, as one 1-D tensor.
-        stored_dtypes: Dtypes of the state that is stored in fewer bytes, by name in the rule's order.
+        stored_dtypes: Dtypes of the state that is rounded after a step, by name in the rule's order.
+        rounds_param: ``param`` is bfloat16, and rounded stochastically.
         on_host: Host view of ``param`` if it is offloaded.
         copy: Compute shards of offloaded members, written by the step; None if there are none.
         shared: For each member, state of its own shape that every rank stores in full, by name.
@@ -54,6 +55,7 @@ class FlatRun:
     shared: list[dict[str, Tensor]] = field(default_factory=list)
     shared_names: frozenset[str] = frozenset()
     stored_dtypes: StoredDtypes = field(default_factory=dict)
+    rounds_param: bool = False
     on_host: Tensor | None = None
     copy: Tensor | None = None
     copied: bool = False
@@ -76,9 +78,9 @@ class FlatRun:
                 record.param.grad = None
 
     @property
-    def rounds_state(self) -> bool:
-        """True if some state is rounded after each step."""
-        return bool(self.stored_dtypes)
+    def rounds(self) -> bool:
+        """True if weights or state are rounded after each step, by noise that depends on the step count."""
+        return self.rounds_param or bool(self.stored_dtypes)
 
     @property
     def code_dtypes(self) -> StoredDtypes:
@@ -246,11 +248,13 @@ def make_flat_runs(
     mix_dimensions: bool,
     stored_dtypes: Mapping[int, StoredDtypes] | None = None,
     one_per_parameter: bool = False,
+    round_weights: bool = False,
 ) -> list[FlatRun]:
     """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
         kinds: A value for parameters with the same history and rule, by index; only those are joined.
+        round_weights: Round bfloat16 parameters stochastically.
     """
     dtypes = stored_dtypes or {}
     runs: list[FlatRun] = []
@@ -262,11 +266,11 @@ def make_flat_runs(
             if members and (
                 one_per_parameter or not same_state or not _joins(members[-1], record, kinds, mix_dimensions)
             ):
-                runs.append(_make_run(number, members, dtypes))
+                runs.append(_make_run(number, members, dtypes, round_weights))
                 members = []
             members.append(record)
         if members:
-            runs.append(_make_run(number, members, dtypes))
+            runs.append(_make_run(number, members, dtypes, round_weights))
     return runs
 
 
@@ -305,7 +309,9 @@ def _contiguous_view(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((sum(p.numel() for p in tensors),), (1,), first.storage_offset())
 
 
-def _make_run(group: int, members: list[ShardedParameter], stored_dtypes: Mapping[int, StoredDtypes]) -> FlatRun:
+def _make_run(
+    group: int, members: list[ShardedParameter], stored_dtypes: Mapping[int, StoredDtypes], round_weights: bool
+) -> FlatRun:
     flat = _contiguous_view([record.shard for record in members])
     grad = _contiguous_view([record.param.grad for record in members if record.param.grad is not None])
     assert flat is not None
@@ -313,7 +319,14 @@ def _make_run(group: int, members: list[ShardedParameter], stored_dtypes: Mappin
     dims = {record.param.dim() for record in members}
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    run = FlatRun(group, members, param, grad.view(shape), stored_dtypes=stored_dtypes.get(members[0].index, {}))
+    run = FlatRun(
+        group,
+        members,
+        param,
+        grad.view(shape),
+        stored_dtypes=stored_dtypes.get(members[0].index, {}),
+        rounds_param=rounds_weights(flat.dtype, round_weights),
+    )
     if not run.aliases_compute_shard:
         run.set_param_grad()
     on_host = [record.on_host for record in members if record.on_host is not None]
@@ -369,7 +382,7 @@ class LoadedChunk(NamedTuple):
 
     Attributes:
         copy: Its compute shard, if the step writes it; otherwise None.
-        positions: Positions of its elements if some state is rounded.
+        positions: Positions of its elements if state or weights are rounded.
     """
 
     chunk: Chunk
@@ -435,12 +448,12 @@ class ChunkedState:
     Args:
         ring: Staging ring; None if state is on the device, and runs are not split.
         keys: Returns the keys of a run's state that is transferred.
-        max_numel: Maximum number of elements of a chunk whose state is rounded; None: no limit.
+        max_numel: Maximum number of elements of a chunk; None: no limit.
         ends: Where chunks of a run must end, by run id.
 
     Attributes:
         chunks: All chunks, in the order in which they are stepped.
-        positions: Element positions of the runs whose state is rounded, by run id.
+        positions: Element positions of the runs whose state or weights are rounded, by run id.
     """
 
     def __init__(
@@ -456,9 +469,9 @@ class ChunkedState:
         self.chunks: list[Chunk] = []
         for run in runs:
             numel = chunk_numel(run, keys(run), ring)
-            numel = min(numel, max_numel) if run.rounds_state and max_numel else numel
+            numel = min(numel, max_numel) if max_numel else numel
             self.chunks += split_into_chunks(run, numel, (ends or {}).get(id(run), ()))
-        rounded = [run for run in runs if run.rounds_state]
+        rounded = [run for run in runs if run.rounds]
         self.positions = {id(run): ElementPositions.from_members(run.members, run.param.device) for run in rounded}
         self._positions = [chunk.positions(self.positions) for chunk in self.chunks]
         self._loads = StagedChunks(chunk.load(keys(chunk.run)) for chunk in self.chunks)

@@ -32,9 +32,11 @@ def check_library_8bit(optimizer: torch.optim.Optimizer) -> None:
     instead = "your own optimizer, by lightning_zero.register_rule,"
     if base is not None:
         instead = _line(base, optimizer.defaults)
+    rounding = ", bf16_stochastic_round=True" if getattr(optimizer, "bf16_stochastic_round", False) else ""
     raise UnsupportedError(
         f"{name} of {library} scales blocks of a rank's flat shard, so results would depend on the number of ranks. "
-        f"Write {instead} with ZeroStrategy(tuning=Tuning(state_dtype='8bit')). That stores blocks of whole parameters."
+        f"Write {instead} with ZeroStrategy(tuning=Tuning(state_dtype='8bit'{rounding})). That stores blocks of whole "
+        "parameters."
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.bf16_state import BLOCK, HALF, WORD, hash_words
+from lightning_zero.optim.bf16_state import BLOCK, HALF, LANE, WORD, hash_words
 from lightning_zero.sharding.layout import STATE_BLOCK, ShardLayout
 
 SIGNED, NONNEGATIVE = torch.int8, torch.uint8
@@ -28,7 +28,6 @@ _SHIFT = 20  # bits of a float32's mantissa below the 3 that codes keep
 _LEVELS = {SIGNED: 127, NONNEGATIVE: 255}  # the largest magnitude of a code, which stands for the scale itself
 _OCTAVES = {SIGNED: 16, NONNEGATIVE: 32}
 _SMALLEST = torch.finfo(torch.float32).tiny
-_LANE = 0x9E37  # golden ratio of 16 bits: neighbors in a block get evenly spread noise
 
 
 def _bits(value: float) -> int:
@@ -86,7 +85,7 @@ def quantize(values: Tensor, dtype: torch.dtype, noise: Tensor | None = None) ->
     if noise is None:
         bits = bits + (1 << (_SHIFT - 1))
     else:
-        lanes = torch.arange(values.shape[1], dtype=torch.int32, device=values.device) * _LANE
+        lanes = torch.arange(values.shape[1], dtype=torch.int32, device=values.device) * LANE
         # Half a unit of the noise more: a share that rounding has moved by its last bits keeps its code.
         bits = bits + ((noise + lanes) & HALF) * (1 << (_SHIFT - 16)) + (1 << (_SHIFT - 17))
     level = ((bits >> _SHIFT) - _BASE[dtype]).clamp(0, _LEVELS[dtype])
@@ -105,6 +104,12 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     shifted = ((level + _BASE[dtype]) << _SHIFT).view(torch.float32)
     share = torch.where(level == _LEVELS[dtype], 1.0, (shifted - _OFFSET[dtype]) * (1 / _SPAN[dtype]))
     return torch.where(codes < 0, -share, share) * scales if dtype is SIGNED else share * scales
+
+
+def fill_quantized(codes: Tensor, scales: Tensor, value: float) -> None:
+    """Set all values to ``value``, which is not rounded."""
+    codes.fill_(_LEVELS[codes.dtype] * ((value > 0) - (value < 0)))
+    scales.fill_(abs(value))
 
 
 def block_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:

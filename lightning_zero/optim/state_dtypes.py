@@ -1,6 +1,7 @@
 """Decide in which dtype each optimizer's state is stored (``state_dtype="bf16"`` or ``"8bit"``).
 
 State of a parameter with few elements, and state that the next step needs exactly, stays as the optimizer makes it.
+With ``bf16_stochastic_round``, all other state of bfloat16 weights is bfloat16, too, and rounded as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_zero.optim.quantized_state import (
     SCALE_BYTES,
     SIGNED,
     codes_key,
+    fill_quantized,
     is_quantized,
     keeps_quantized_state,
     pack_entries,
@@ -26,31 +28,37 @@ from lightning_zero.optim.quantized_state import (
     unpack_entries,
 )
 from lightning_zero.optim.reduction_rules import ReductionRule, of_parameter
-from lightning_zero.optim.update_rules import AnyRule, MatrixRule, has_rules, rule_for
-from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.optim.update_rules import AnyRule, MatrixRule, begins_by_rule, has_rules, rule_for
+from lightning_zero.sharding.layout import ShardLayout, as_real
 from lightning_zero.sharding.param_record import ShardedParameter
 
 StoredDtypes = Mapping[str, torch.dtype]  # by name of the state; an integer dtype is that of 8-bit codes
 Find = Callable[[Tensor], ShardedParameter | None]
 
 
+def rounds_weights(dtype: torch.dtype, round_weights: bool) -> bool:
+    """Return True if weights of this dtype are rounded stochastically. ``round_weights``: the option."""
+    return round_weights and dtype is STATE_DTYPE
+
+
 def stored_dtypes(
-    rule: AnyRule | None, layout: ShardLayout, dtype: torch.dtype, state_dtype: str | None
+    rule: AnyRule | None, layout: ShardLayout, dtype: torch.dtype, state_dtype: str | None, round_weights: bool = False
 ) -> StoredDtypes:
-    """Return the dtypes of a parameter's state that is stored in fewer bytes, by name.
+    """Return the dtypes of a parameter's state that is rounded after a step, by name.
 
     Args:
         dtype: Of the parameter.
         state_dtype: The option.
+        round_weights: The option ``bf16_stochastic_round``.
     """
     if rule is None:
         return {}
     rule = of_parameter(rule, layout.shape, dtype)
-    if state_dtype == "bf16" and keeps_bf16_state(layout.numel, dtype):
-        return dict.fromkeys(rule.state, STATE_DTYPE)
-    if state_dtype == "8bit" and keeps_quantized_state(layout, dtype):
-        return _code_dtypes(rule)
-    return {}
+    codes = _code_dtypes(rule) if state_dtype == "8bit" and keeps_quantized_state(layout, dtype) else {}
+    narrow = state_dtype == "bf16" and keeps_bf16_state(layout.numel, dtype)
+    if narrow or rounds_weights(dtype, round_weights):
+        return {name: codes.get(name, STATE_DTYPE) for name in rule.state}
+    return codes
 
 
 def stored_bytes(dtype: torch.dtype) -> float:
@@ -72,16 +80,30 @@ def round_state(name: str, value: Tensor, dtype: torch.dtype, noise: Tensor, num
     return {codes_key(name): codes, scales_key(name): scales}
 
 
+def fill_state(tensors: Sequence[Tensor], value: float) -> None:
+    """Set all values of one state, given by its tensor, or by its codes and scales, to ``value``."""
+    if len(tensors) == 2:
+        codes, scales = tensors
+        fill_quantized(codes, scales, value)
+    for tensor in tensors if len(tensors) == 1 else ():
+        as_real(tensor).fill_(value)
+
+
 def stored_dtypes_by_index(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], find: Find, state_dtype: str | None
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    find: Find,
+    state_dtype: str | None,
+    round_weights: bool = False,
 ) -> dict[int, StoredDtypes]:
     """Return :func:`stored_dtypes` of each parameter that has any, by parameter index."""
     found: dict[int, StoredDtypes] = {}
-    for group in groups if state_dtype else ():
+    for group in groups if state_dtype or round_weights else ():
         rule = rule_for(optimizer, group)
         for param in group["params"]:
             record = find(param)
-            dtypes = {} if record is None else stored_dtypes(rule, record.layout, param.dtype, state_dtype)
+            known = () if record is None else (record.layout, param.dtype, state_dtype, round_weights)
+            dtypes = stored_dtypes(rule, *known) if known else {}
             if record is not None and dtypes:
                 found[record.index] = dtypes
     return found
@@ -96,7 +118,7 @@ def _code_dtypes(rule: AnyRule) -> StoredDtypes:
 
 
 def restore_state_dtypes(optimizer: torch.optim.Optimizer, find: Find, state_dtype: str | None) -> None:
-    """Convert state that this option has stored in fewer bytes back to its parameter's dtype."""
+    """Convert state that ``state_dtype`` has stored in fewer bytes back to its parameter's dtype."""
     dtypes = stored_dtypes_by_index(optimizer, optimizer.param_groups, find, state_dtype)
     for param, entries in optimizer.state.items():
         record = find(param)
@@ -116,12 +138,54 @@ def pack_own_state(state: Mapping[Any, Any], find: Find, dtypes: Mapping[int, St
         pack_entries(entries, {name: dtype for name, dtype in codes.items() if is_quantized(dtype)})
 
 
-def check_state_dtype(
+def check_rounding(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    state_dtype: str | None,
+    round_weights: bool = False,
+) -> None:
+    """Raise :class:`UnsupportedError` if state or weights cannot be rounded as the options demand."""
+    if round_weights:
+        _check_weights(optimizer, groups)
+    if state_dtype is not None:
+        _check_state(optimizer, groups, state_dtype)
+
+
+def no_bf16_weights_error(dtypes: set[torch.dtype]) -> UnsupportedError:
+    """Return the error for ``bf16_stochastic_round`` without bfloat16 weights."""
+    kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
+    return UnsupportedError(
+        f"bf16_stochastic_round=True rounds bfloat16 weights, but the dtypes of the trained ones are: {kinds}. Pass "
+        "precision='bf16-true', or leave it out."
+    )
+
+
+def _check_weights(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    name = type(optimizer).__name__
+    dtypes = {param.dtype for group in groups for param in group["params"]}
+    if dtypes and STATE_DTYPE not in dtypes:
+        raise no_bf16_weights_error(dtypes)
+    if not has_rules(optimizer, groups):
+        raise UnsupportedError(
+            f"bf16_stochastic_round=True needs the update rule of {name}, which is not known (only those of "
+            "torch.optim, no subclasses). Register it with lightning_zero.register_rule, or leave "
+            "bf16_stochastic_round out."
+        )
+    if not all(begins_by_rule(rule_for(optimizer, group)) for group in groups):
+        line = "pass dampening=0" if is_sgd(optimizer) else "give it Rule(initial=...)"
+        raise UnsupportedError(
+            f"bf16_stochastic_round=True needs a rule that makes the first step of {name}, too, but the rule does not "
+            f"tell how its state begins. Please {line}, or leave bf16_stochastic_round out."
+        )
+
+
+def is_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD)
+
+
+def _check_state(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], state_dtype: str | None
 ) -> None:
-    """Raise :class:`UnsupportedError` if the optimizer's state cannot be stored as the option demands."""
-    if state_dtype is None:
-        return
     name, option = type(optimizer).__name__, f"state_dtype={state_dtype!r}"
     if not has_rules(optimizer, groups):
         raise UnsupportedError(

@@ -21,7 +21,13 @@ from lightning_zero.compat.compiler import limit_row_elements, lookup_backend
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise
+from lightning_zero.optim.bf16_state import (
+    ROUNDING_COUNT,
+    STATE_DTYPE,
+    noise_keys,
+    rounding_noise,
+    stochastic_round,
+)
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL, ChunkedState, FlatRun, LoadedChunk
 from lightning_zero.optim.grad_norms import clip_factor
 from lightning_zero.optim.matrix_exchange import (
@@ -152,7 +158,7 @@ class StepKernel:
             and all(
                 all(isinstance(run.state.get(key), Tensor) for key in run.keys_of(_rule_of(known, run).state))
                 and all(name in run.counts for name in known[run.group].counts)
-                and not (run.rounds_state and _steps(run.counts) is None)
+                and not (run.rounds and _steps(run.counts) is None)
                 and ("step" not in run.state or "step" in run.counts)  # a Python number is the optimizer's to count
                 for run in runs
             )
@@ -369,10 +375,12 @@ class StepKernel:
         """Apply the transformed updates of a bucket to the parameters."""
         exchange = self._exchanges[number]
         bucket = exchange.bucket
-        assert bucket.run is not None
-        rule, numbers = self._rule(bucket.run), self._scalars[id(bucket.run)]
+        run = bucket.run
+        assert run is not None
+        rule, numbers = self._rule(run), self._scalars[id(run)]
         assert isinstance(rule, MatrixRule)
-        flat, keys = bucket.run.param.detach().view(-1)[bucket.begin : bucket.end], list(numbers)
+        place = len(run.stored_dtypes)  # of the weights among the values that share the noise
+        flat, keys = run.param.detach().view(-1)[bucket.begin : bucket.end], list(numbers)
         for factor, ranges in groupby(
             zip(bucket.layouts, bucket.ranges, strict=True), key=lambda pair: rule.factor(pair[0].shape)
         ):
@@ -380,15 +388,24 @@ class StepKernel:
             begin, end = members[0][0], members[-1][1]
 
             def change(param: Tensor, update: Tensor, *rest: Tensor, factor: float = factor) -> dict[str, Tensor]:
-                scalar = dict(zip(keys, rest, strict=True))
+                scalar = dict(zip(keys, rest, strict=False))
                 before = at_least_float32(param)
                 after = rule.finish(before, update.to(before.dtype), scalar, factor)
-                param.copy_(torch.where(scalar["skip"] == 0, after, before) if "skip" in scalar else after)
+                after = torch.where(scalar["skip"] == 0, after, before) if "skip" in scalar else after
+                if run.rounds_param:
+                    owners, shifts, first = rest[len(keys) :]
+                    noise = rounding_noise(owners, shifts, first, scalar["keys"])
+                    after = stochastic_round(after, noise, place)
+                param.copy_(after)
                 return {}
 
             param, update = flat[begin:end], exchange.result[begin:end]
-            key = (rule, "finish", factor, end - begin, param.dtype, tuple(keys))
-            self._run_compiled(key, change, (param, update, *numbers.values()))
+            where: tuple[Tensor, ...] = ()
+            if run.rounds_param:
+                at = self._state.positions[id(run)].part(bucket.begin + begin, bucket.begin + end)
+                where = at.owners, at.shifts, at.begin
+            key = (rule, "finish", factor, end - begin, param.dtype, tuple(keys), run.rounds_param, len(run.members))
+            self._run_compiled(key, change, (param, update, *numbers.values(), *where))
 
     def _rule(self, run: FlatRun) -> AnyRule:
         return _rule_of(self._rules, run)
@@ -417,7 +434,7 @@ class StepKernel:
                 numbers["keys"] = noise_keys(rest[-1], step)
             return numbers
 
-        salts = (self._state.positions[id(run)].salts,) if run.rounds_state else ()
+        salts = (self._state.positions[id(run)].salts,) if run.rounds else ()
         arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *run.counts.values(), *salts)
         shapes = tuple((name, tuple(c.shape)) for name, c in run.counts.items())
         key = (rule, self._variant, shapes, dtype, len(run.members) if salts else None)
@@ -464,16 +481,16 @@ class StepKernel:
             after, new = step(before, wide, scalar, known)
             changes_param = not isinstance(rule, MatrixRule)
             keep = scalar["skip"] == 0 if "skip" in scalar else None
-            if changes_param:
-                after = after if keep is None else torch.where(keep, after, before[0])
-                param.copy_(after)
-            if out:
-                rest[-1].copy_(after)
             noise = None
             if positions is not None:
                 owners, shifts, begin = rest[len(stored) + len(keys) + len(values) :][: len(where)]
                 make_noise = rounding_noise if width is None else block_noise
                 noise = make_noise(owners, shifts, begin, scalar["keys"])
+            if changes_param:
+                after = after if keep is None else torch.where(keep, after, before[0])
+                param.copy_(after if not run.rounds_param else _rounded(after, noise, len(rounded)))
+            if out:
+                rest[-1].copy_(after)
             for name in names:
                 number = rounded.index(name) if name in rounded else 0
                 for key, value in _stored_state(name, new[name], old, noise, number).items():
@@ -506,6 +523,11 @@ def _wide_state(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     if codes_key(name) in stored:
         return dequantize(stored[codes_key(name)], stored[scales_key(name)])
     return at_least_float32(stored[name])
+
+
+def _rounded(value: Tensor, noise: Tensor | None, number: int) -> Tensor:
+    assert noise is not None
+    return stochastic_round(value, noise, number)
 
 
 def _stored_state(

@@ -39,6 +39,9 @@ class Rule:
         counts: Names of the 0-dim state other than ``step``.
         nonnegative: Names of the state that is never negative. ``state_dtype="8bit"`` needs no sign for it.
         exact: Names of the state that ``state_dtype="8bit"`` leaves as it is, because ``apply`` needs more precision.
+        initial: (parameter group) -> values at which state and ``counts`` begin, by name. State that is left out begins
+            at zero. ``step`` is counted if it has a value. None: the optimizer's own first step makes the state, which
+            takes more memory than later steps.
     """
 
     settings: tuple[str, ...]
@@ -48,6 +51,12 @@ class Rule:
     counts: tuple[str, ...] = ()
     nonnegative: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    initial: Callable[[Mapping[str, Any]], Mapping[str, float]] | None = None
+
+
+def zeros(group: Mapping[str, Any]) -> Mapping[str, float]:
+    """Let all state of a rule begin at zero, and count steps: the usual :attr:`Rule.initial`."""
+    return {"step": 0.0}
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ def _adam(descent: Descent, amsgrad: bool) -> Rule:
         return param - s["size"] * new["exp_avg"] / (second.sqrt() / s["root"] + s["eps"]), new
 
     names = _STATE + (("max_exp_avg_sq",) if amsgrad else ())
-    return Rule(_SETTINGS, names, scalars, apply, nonnegative=names[1:])
+    return Rule(_SETTINGS, names, scalars, apply, nonnegative=names[1:], initial=zeros)
 
 
 @cache
@@ -162,7 +171,7 @@ def _adamax(descent: Descent) -> Rule:
         new = {"exp_avg": _first(grad, state, s), "exp_inf": largest}
         return param - s["size"] * new["exp_avg"] / largest, new
 
-    return Rule(_SETTINGS, ("exp_avg", "exp_inf"), scalars, apply, nonnegative=("exp_inf",))
+    return Rule(_SETTINGS, ("exp_avg", "exp_inf"), scalars, apply, nonnegative=("exp_inf",), initial=zeros)
 
 
 @cache
@@ -192,7 +201,15 @@ def _nadam(descent: Descent) -> Rule:
         return param - ahead / (new["exp_avg_sq"].sqrt() / s["root"] + s["eps"]), new
 
     settings, counts = (*_SETTINGS, "momentum_decay"), ("mu_product",)
-    return Rule(settings, _STATE, scalars, apply, counts, nonnegative=_STATE[1:])
+    return Rule(
+        settings,
+        _STATE,
+        scalars,
+        apply,
+        counts,
+        nonnegative=_STATE[1:],
+        initial=lambda group: {"step": 0.0, "mu_product": 1.0},
+    )
 
 
 @cache
@@ -218,11 +235,11 @@ def _radam(descent: Descent) -> Rule:
         divisor = torch.where(s["enough"] > 0, new["exp_avg_sq"].sqrt() + s["eps"], 1.0)
         return param - s["size"] * new["exp_avg"] / divisor, new
 
-    return Rule(_SETTINGS, _STATE, scalars, apply, nonnegative=_STATE[1:])
+    return Rule(_SETTINGS, _STATE, scalars, apply, nonnegative=_STATE[1:], initial=zeros)
 
 
 @cache
-def _sgd(descent: Descent, momentum: bool, nesterov: bool) -> Rule:
+def _sgd(descent: Descent, momentum: bool, nesterov: bool, dampens: bool) -> Rule:
     """SGD with momentum as in Sutskever et al. (2013), and the dampening of ``torch.optim.SGD``."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
@@ -237,7 +254,14 @@ def _sgd(descent: Descent, momentum: bool, nesterov: bool) -> Rule:
         return param - grad * s["lr"], new
 
     names = ("momentum_buffer",) if momentum else ()
-    return Rule(("lr", "momentum", "dampening", "weight_decay"), names, scalars, apply)
+    # torch.optim does not dampen the first gradient.
+    return Rule(
+        ("lr", "momentum", "dampening", "weight_decay"),
+        names,
+        scalars,
+        apply,
+        initial=None if momentum and dampens else lambda group: {},
+    )
 
 
 @cache
@@ -266,7 +290,12 @@ def _asgd(descent: Descent) -> Rule:
         return param, {"ax": torch.where(s["share"] == 1, param, average)}
 
     settings, counts = ("lr", "lambd", "alpha", "t0", "weight_decay"), ("eta", "mu")
-    return Rule(settings, ("ax",), scalars, apply, counts, exact=("ax",))  # averaged weights are results
+    exact = ("ax",)  # averaged weights are results
+
+    def initial(group: Mapping[str, Any]) -> Mapping[str, float]:
+        return {"step": 0.0, "eta": group["lr"], "mu": 1.0}
+
+    return Rule(settings, ("ax",), scalars, apply, counts, exact=exact, initial=initial)
 
 
 @cache
@@ -291,7 +320,14 @@ def _rprop(descent: Descent) -> Rule:
 
     settings = ("etas.0", "etas.1", "step_sizes.0", "step_sizes.1")
     names = ("prev", "step_size")
-    return Rule(settings, names, scalars, apply, exact=names)  # a sign that rounds to zero changes the step
+    return Rule(
+        settings,
+        names,
+        scalars,
+        apply,
+        exact=names,  # a sign that rounds to zero changes the step
+        initial=lambda group: {"step": 0.0, "step_size": group["lr"]},
+    )
 
 
 @cache
@@ -309,7 +345,7 @@ def _adadelta(descent: Descent) -> Rule:
         return param - delta * s["lr"], {"square_avg": square, "acc_delta": moved}
 
     names = ("square_avg", "acc_delta")
-    return Rule(("lr", "rho", "eps", "weight_decay"), names, scalars, apply, nonnegative=names)
+    return Rule(("lr", "rho", "eps", "weight_decay"), names, scalars, apply, nonnegative=names, initial=zeros)
 
 
 @cache
@@ -324,7 +360,14 @@ def _adagrad(descent: Descent) -> Rule:
         total = state["sum"] + grad * grad
         return param - s["size"] * grad / (total.sqrt() + s["eps"]), {"sum": total}
 
-    return Rule(("lr", "lr_decay", "eps", "weight_decay"), ("sum",), scalars, apply, nonnegative=("sum",))
+    return Rule(
+        ("lr", "lr_decay", "eps", "weight_decay"),
+        ("sum",),
+        scalars,
+        apply,
+        nonnegative=("sum",),
+        initial=lambda group: {"step": 0.0, "sum": group.get("initial_accumulator_value", 0.0)},
+    )
 
 
 @cache
@@ -350,7 +393,7 @@ def _rmsprop(descent: Descent, momentum: bool, centered: bool) -> Rule:
     # A deviation is the difference of two rounded numbers, and must not become negative.
     exact = ("square_avg", "grad_avg") if centered else ()
     settings = ("lr", "alpha", "eps", "momentum", "weight_decay")
-    return Rule(settings, names, scalars, apply, nonnegative=("square_avg",), exact=exact)
+    return Rule(settings, names, scalars, apply, nonnegative=("square_avg",), exact=exact, initial=zeros)
 
 
 MakeRule = Callable[[Mapping[str, Any]], Rule]
@@ -373,7 +416,9 @@ _RULES: Mapping[type[torch.optim.Optimizer], MakeMatrixRule] = {
         Descent.from_group(group), group["momentum"] > 0, bool(group["centered"])
     ),
     torch.optim.Rprop: lambda group: _rprop(Descent.from_group(group)),
-    torch.optim.SGD: lambda group: _sgd(Descent.from_group(group), bool(group["momentum"]), group["nesterov"]),
+    torch.optim.SGD: lambda group: _sgd(
+        Descent.from_group(group), bool(group["momentum"]), group["nesterov"], bool(group["dampening"])
+    ),
 }
 
 
@@ -393,6 +438,11 @@ def needs_matrices(optimizer: torch.optim.Optimizer) -> bool:
 def needs_ranks(rule: AnyRule | None) -> bool:
     """Return True if the rule needs full matrices, or sums over parameters."""
     return isinstance(rule, MatrixRule | ReductionRule)
+
+
+def begins_by_rule(rule: AnyRule | None) -> bool:
+    """Return True if the rule makes the first step, too: it tells how state begins."""
+    return needs_ranks(rule) or (isinstance(rule, Rule) and rule.initial is not None)
 
 
 def has_rules(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -426,8 +476,9 @@ def _names_of(rule: AnyRule, complete: bool) -> StateNames:
 def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> None:
     """Register the update rule of an elementwise optimizer, so that its step can be captured.
 
-    The optimizer's ``step`` makes the first step, and with it the state. The rule computes later steps, and ``step`` is
-    then called without parameters. Call this before training, on every rank. Subclasses need rules of their own.
+    The optimizer's ``step`` makes the first step, and with it the state, unless the rule has :attr:`Rule.initial`. The
+    rule computes later steps, and ``step`` is then called without parameters. Call this before training, on every rank.
+    Subclasses need rules of their own.
 
     Args:
         optimizer: The class itself.

@@ -121,7 +121,7 @@ def plan(
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         shards = shard_parameters(module, shard_group, kind.own, config.quantizes_state, frozen_weights(config))
-        optimizers = code.optimizer_memory(kind.own, shard_group, config.tuning)
+        optimizers = code.optimizer_memory(kind.own, shard_group, config)
         costs = replace(NOMINAL_COSTS, speed=card.speed)
         buffers = sum(b.nbytes for b in module.buffers())
         eager: list[tuple[StepEstimate | None, str]] = []
@@ -295,8 +295,11 @@ def _assemble(
         parameters=sum(s.numel for s in shards),
         roles=roles,
         passes=passes,
-        # The optimizer's own step reads gradients in the weights' dtype, so aliased ones are copied.
-        temporary=max(optimizers.temporary + aliased_gradient_bytes(shards, config), optimizers.updates.workspace),
+        # An optimizer's own step reads gradients in the weights' dtype, so aliased ones are copied.
+        temporary=max(
+            optimizers.temporary + aliased_gradient_bytes(shards, config) * optimizers.casts_gradients,
+            optimizers.updates.workspace,
+        ),
         graphs=config.cuda_graphs is not False and config.compile,
     )
     step = passes.compiled or passes.eager

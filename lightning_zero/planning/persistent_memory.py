@@ -14,8 +14,14 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
 from lightning_zero.optim.matrix_exchange import UpdateMemory, update_memory
 from lightning_zero.optim.reduction_rules import of_parameter, shared_bytes
-from lightning_zero.optim.state_dtypes import StoredDtypes, stored_bytes, stored_dtypes
-from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
+from lightning_zero.optim.state_dtypes import (
+    StoredDtypes,
+    no_bf16_weights_error,
+    rounds_weights,
+    stored_bytes,
+    stored_dtypes,
+)
+from lightning_zero.optim.update_rules import MatrixRule, begins_by_rule, needs_matrices, rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.flat_memory import compute_dtype_of
 from lightning_zero.sharding.frozen_weights import FrozenWeights
@@ -23,6 +29,7 @@ from lightning_zero.sharding.layout import ShardLayout
 
 MIB = 2**20
 SMALL = 64  # elements of a parameter that stands for a shard of any size
+Rounding = tuple[str | None, bool]  # the options state_dtype and bf16_stochastic_round
 
 
 @dataclass(frozen=True)
@@ -194,15 +201,17 @@ class OptimizerMemory:
 
     Attributes:
         states: bytes that persist between steps.
-        temporary: bytes that the optimizer's own step takes in addition.
+        temporary: bytes that the optimizer's own step takes in addition; 0 if rules make all steps.
         words: bytes per element by name, for instance "exp_avg 4, exp_avg_sq 4".
         updates: full updates of matrices, of all optimizers.
+        casts_gradients: an optimizer itself makes a step, and needs gradients in the dtype of the weights.
     """
 
     states: int
     temporary: int
     words: str
     updates: UpdateMemory = UpdateMemory()
+    casts_gradients: bool = False
 
 
 def measure_optimizer_memory(
@@ -211,21 +220,32 @@ def measure_optimizer_memory(
     shards: Sequence[ParamShard],
     state_dtype: str | None = None,
     matrix_bucket_bytes: int = 1 << 28,
+    round_weights: bool = False,
+    captured: bool = True,
 ) -> OptimizerMemory:
     """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
 
     Optimizers of matrices are not stepped: their rules name their state.
 
+    Args:
+        round_weights: the option ``bf16_stochastic_round``.
+        captured: optimizer steps are captured as CUDA graphs.
+
     Raises:
+        UnsupportedError: ``round_weights``, and no trained weight is bfloat16.
         Exception: any error of an optimizer's step.
     """
+    trained = {shard.dtype for shard in shards if shard.trained}
+    if round_weights and not any(rounds_weights(dtype, True) for dtype in trained):
+        raise no_bf16_weights_error(trained)
     of = {id(param): shard for param, shard in zip(params, shards, strict=True)}
     states = temporary = 0
+    rounding, casts_gradients = (state_dtype, round_weights), False
     words: dict[str, float] = {}
     updates: list[UpdateMemory] = []
     for optimizer in optimizers:
         if needs_matrices(optimizer):
-            states += _matrix_states(optimizer, of, state_dtype, words)
+            states += _matrix_states(optimizer, of, rounding, words)
             updates.append(_update_memory(optimizer, of, matrix_bucket_bytes))
             continue
         shard_of: dict[Tensor, ParamShard] = {}
@@ -240,8 +260,10 @@ def measure_optimizer_memory(
         stepped = sum(shard.elements * shard.dtype.itemsize for shard in of.values())
         if state_dtype is not None:  # the step then runs in chunks
             stepped = min(stepped, MAX_CHUNK_NUMEL * torch.float32.itemsize)
-        temporary = max(temporary, int(per_byte * stepped))
-        stored = _stored_dtypes(optimizer, shard_of, state_dtype)
+        rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
+        if not (all(map(begins_by_rule, rules)) and (captured or any(rounding))):
+            temporary, casts_gradients = max(temporary, int(per_byte * stepped)), True
+        stored = _stored_dtypes(optimizer, shard_of, rounding)
         for param, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
@@ -252,11 +274,11 @@ def measure_optimizer_memory(
                     words |= {name: min(size, words.get(name, size))} if alike else {}
     text = ", ".join(f"{name} {size:.3g}" for name, size in words.items()) or "nothing"
     total = UpdateMemory(sum(one.buffers for one in updates), sum(one.workspace for one in updates))
-    return OptimizerMemory(states, temporary, text, total)
+    return OptimizerMemory(states, temporary, text, total, casts_gradients)
 
 
 def _matrix_states(
-    optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], state_dtype: str | None, words: dict[str, float]
+    optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], rounding: Rounding, words: dict[str, float]
 ) -> int:
     """Return the bytes of state of an optimizer of matrices, and add to the bytes per element by name."""
     total = 0
@@ -266,7 +288,7 @@ def _matrix_states(
             if any_rule is None or not shard.trained:
                 continue
             rule = of_parameter(any_rule, shard.layout.shape, shard.dtype)
-            stored = stored_dtypes(rule, shard.layout, shard.dtype, state_dtype)
+            stored = stored_dtypes(rule, shard.layout, shard.dtype, *rounding)
             sizes = {name: stored_bytes(stored.get(name, shard.dtype)) for name in rule.state}
             total += int(sum(sizes.values()) * shard.elements) + shared_bytes(rule, shard.layout.shape, shard.dtype)
             words.update({name: min(size, words.get(name, size)) for name, size in sizes.items()})
@@ -285,10 +307,10 @@ def _update_memory(optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], 
 
 
 def _stored_dtypes(
-    optimizer: torch.optim.Optimizer, shard_of: dict[Tensor, ParamShard], state_dtype: str | None
+    optimizer: torch.optim.Optimizer, shard_of: dict[Tensor, ParamShard], rounding: Rounding
 ) -> dict[Tensor, StoredDtypes]:
     return {
-        param: stored_dtypes(rule_for(optimizer, group), shard_of[param].layout, shard_of[param].dtype, state_dtype)
+        param: stored_dtypes(rule_for(optimizer, group), shard_of[param].layout, shard_of[param].dtype, *rounding)
         for group in optimizer.param_groups
         for param in group["params"]
     }

@@ -99,10 +99,12 @@ def step_seconds(
     wire_bytes = 4 if config.wire_dtype is None else config.wire_dtype.itemsize
     parameters = max(sum(s.numel for s in shards), 1)
     layers = max(ceil(parameters * 2 / (config.tuning.gather_group_mb * 2**20)), 1)
-    layer_bytes = parameters / layers * compute_bytes
+    trained = sum(s.numel for s in shards if s.trained)
+    gathered = sum(s.numel * compute_bytes if s.unpacked is None else s.layout.numel * s.dtype.itemsize for s in shards)
+    layer_bytes = gathered / layers
     gather = cluster.inside_s(layer_bytes)
     exchange = 0.0 if replicas else cluster.across_s(layer_bytes)  # between hosts, once in a step
-    layer_bytes = parameters / layers * wire_bytes
+    layer_bytes = trained / layers * wire_bytes
     reduce = cluster.inside_s(layer_bytes), cluster.across_s(layer_bytes) * (2 if replicas else 1)
     kept = config.unsharded_cache_until if config.unsharded_cache_mb == inf else "no"
     seconds = 0.0
@@ -118,7 +120,7 @@ def step_seconds(
     # reads the master weight.
     grad_bytes = wire_bytes if config.stage == 1 else 4
     step_bytes = 2 * grad_bytes + 3 * MASTER_BYTES + 2 * STATE_BYTES + compute_bytes
-    optimizer_s = parameters / states * step_bytes / (cluster.device.bytes_per_s * MEMORY) + cluster.number_s(states)
+    optimizer_s = trained / states * step_bytes / (cluster.device.bytes_per_s * MEMORY) + cluster.number_s(states)
     return StepSeconds(compute_s, max(seconds - compute_s, 0.0) if cluster.ranks > 1 else 0.0, optimizer_s)
 
 

@@ -57,7 +57,7 @@ class TrainingPlan:
         parameters: Number of elements of all weights.
         roles: Bytes that persist between steps, by role.
         passes: Estimates of forward and backward.
-        temporary: Bytes of the optimizer's own step, which is the first one.
+        temporary: Bytes that the first optimizer step takes for a moment.
         graphs: True if forward and backward are CUDA graphs.
         seconds: Seconds of a step by part; None if no pass could be traced.
         memory: Plan for the option ``memory``; None without it.

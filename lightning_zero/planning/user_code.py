@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.config import Tuning
+from lightning_zero.config import EngineConfig
 from lightning_zero.planning.persistent_memory import OptimizerMemory, measure_optimizer_memory, shard_parameters
 
 
@@ -78,12 +78,15 @@ class UserCode:
             raise ValueError("The training step returns no loss (manual optimization cannot be planned).")
         return loss
 
-    def optimizer_memory(self, dtype: torch.dtype | None, world_size: int, tuning: Tuning) -> OptimizerMemory:
+    def optimizer_memory(self, dtype: torch.dtype | None, world_size: int, config: EngineConfig) -> OptimizerMemory:
         """Return the memory of the module's optimizers; ``dtype``: of parameters, see ``shard_parameters``."""
+        tuning, captured = config.tuning, config.cuda_graph_step is not False
         params = list(self._module.parameters())
         shards = shard_parameters(self._module, world_size, dtype, tuning.state_dtype == "8bit")
         bucket = int(tuning.matrix_bucket_mb * 2**20)
-        return measure_optimizer_memory(self._optimizers(params), params, shards, tuning.state_dtype, bucket)
+        rounds = tuning.bf16_stochastic_round
+        made = self._optimizers(params)
+        return measure_optimizer_memory(made, params, shards, tuning.state_dtype, bucket, rounds, captured)
 
     def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         if self._optimizer is not None:

@@ -10,9 +10,12 @@ import torch
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile.graph_plan import FP8
+from lightning_zero.compile.passes.gather_groups import dtype_name
 from lightning_zero.config.text import format_bytes
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import MemoryGauge
+from lightning_zero.sharding.fp8_shards import DTYPE as FP8_DTYPE
+from lightning_zero.sharding.fp8_shards import fp8_shards_conflict
 from lightning_zero.sharding.param_record import Role
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
@@ -119,7 +122,18 @@ def _fp8_layers(engine: Engine) -> list[str]:
     converted = sum(not linear.reasons for linear in linears.values())
     listed = [f"{reason} ({count})" for reason, count in reasons.most_common(MOST_NAMES)]
     others = f", in 16 bits: {', '.join(listed)}" if listed else ""
-    return [f"fp8: {converted} of {len(linears)} linear layers{others}"]
+    return [f"fp8: {converted} of {len(linears)} linear layers{others}", *_fp8_gathers(engine)]
+
+
+def _fp8_gathers(engine: Engine) -> list[str]:
+    """Return how many weights are gathered in fp8, with ``fp8_shards=True``."""
+    if not engine.config.tuning.fp8_shards:
+        return []
+    if (conflict := fp8_shards_conflict(engine.config, engine.mesh)) is not None:
+        return [f"fp8_shards=True changes nothing, because {conflict}"]
+    gathers = [gather for plan in engine.session.plans.plan.graphs for gather in plan.gathers]
+    names = {name for gather in gathers if gather.dtype == dtype_name(FP8_DTYPE) for name in gather.weights}
+    return [f"{len(names)} weights are gathered in fp8"]
 
 
 def _transports(engine: Engine) -> list[str]:

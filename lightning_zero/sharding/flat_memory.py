@@ -376,10 +376,16 @@ class ShardMemory:
 
     # -- compute shards
 
-    def allocate_transport_memory(self) -> bool:
-        """Allocate what the transports need, see :meth:`PeerTransports.allocate`. Collective."""
+    def allocate_transport_memory(self, copied_later: bool = False) -> bool:
+        """Allocate what the transports need, see :meth:`PeerTransports.allocate`. Collective.
+
+        Args:
+            copied_later: leave out compute shards, which :meth:`allocate_some_compute_shards` allocates.
+        """
         assert self._transports is not None
-        return self._transports.allocate(self.executor, self.allocate_compute_shards, self.allocate_host_shards)
+
+        allocate = _allocate_nothing if copied_later else self.allocate_compute_shards
+        return self._transports.allocate(self.executor, allocate, self.allocate_host_shards)
 
     def allocate_compute_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
         """Allocate a compute shard for each wider floating-point shard. May be repeated. Collective.
@@ -415,6 +421,37 @@ class ShardMemory:
         for record, mine, theirs in full_precision:
             record.memory[Role.FULL_PRECISION_SHARD] = mine
             self.executor.parameters.set_full_precision_shard(record.index, mine, theirs)
+        self._sync.before_writing()  # compute shards must be written before they are read
+
+    def allocate_some_compute_shards(
+        self, records: Sequence[ShardedParameter], dtype: torch.dtype, symm_mem: SymmetricMemory | None
+    ) -> None:
+        """Allocate a compute shard for each of these shards on the device, which have none.
+
+        With ``symm_mem`` all ranks can read them, and the call is collective.
+        """
+        ordered = sorted(records, key=lambda record: record.shard.data_ptr())
+        pieces = [(record.layout, dtype) for record in ordered]
+        numel = FlatBuffer.sizes(pieces)[dtype]
+        mine, all_ranks = (None, []) if symm_mem is None else symm_mem.empty(numel, dtype)
+        buffer = FlatBuffer(pieces, self._mesh.device, None if mine is None else {dtype: mine})
+        runs: list[list[Tensor]] = []  # shards that are adjacent in memory
+        for record, view in zip(ordered, buffer.views, strict=True):
+            record.memory[Role.COMPUTE_SHARD] = view
+            self.executor.parameters.set_compute_shard(record.index, view)
+            if all_ranks:
+                self.executor.parameters.set_peer_compute_shards(record.index, _same_slices(view, all_ranks))
+            if runs and runs[-1][-1].data_ptr() + runs[-1][-1].nbytes == record.shard.data_ptr():
+                runs[-1].append(record.shard)
+            else:
+                runs.append([record.shard])
+        [memory] = buffer.flat.values()
+        begin = 0
+        for run in runs:
+            numel = sum(shard.numel() for shard in run)
+            masters = run[0].as_strided((numel,), (1,), run[0].storage_offset())
+            self.executor.parameters.add_compute_shard_memory(memory[begin : begin + numel], masters)
+            begin += numel
         self._sync.before_writing()  # compute shards must be written before they are read
 
     def allocate_host_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
@@ -502,6 +539,10 @@ class ShardMemory:
                 self.executor.parameters.set_unsharded_cache(record.index, None)
                 for owner, key in record.owners:
                     owner.__dict__[UNSHARDED_CACHE].pop(key, None)
+
+
+def _allocate_nothing(dtype: torch.dtype | None, symm_mem: SymmetricMemory | None) -> None:
+    pass
 
 
 def _full_layout(record: ShardedParameter) -> ShardLayout:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import EngineConfig
+from lightning_zero.config.text import format_bytes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.weight_format import WeightFormat, WeightKind
+
+log = logging.getLogger(__name__)
 
 # Attribute name that nn.Linear gives the weight.
 _WEIGHT = "weight"
@@ -61,6 +65,31 @@ class FrozenWeights:
             and param.itemsize in (2, 4)
             and len(param) > 0
             and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        )
+
+
+def warn_of_rest(root: nn.Module, formats: Mapping[tuple[int, str], WeightFormat]) -> None:
+    """Log a warning if fewer bytes of frozen weights are packed than stay as they are."""
+    packed, rest = 0, 0
+    largest: tuple[int, str] = (0, "")
+    seen: set[int] = set()
+    for name, module, key, param in _parameters(root):
+        if param.requires_grad or id(param) in seen:
+            continue
+        seen.add(id(param))
+        if found := formats.get((id(module), key)):
+            packed += found.shape.numel() * found.dtype.itemsize
+        else:
+            nbytes = param.numel() * param.itemsize
+            rest, largest = rest + nbytes, max(largest, (nbytes, name))
+    if rest > packed:
+        log.warning(
+            "frozen_dtype packs %s of frozen weights, and %s stay as they are, such as %r. Only weights of nn.Linear "
+            "are packed: not embeddings, stacked experts or Conv1D. Build experts as nn.Linear modules, or leave "
+            "frozen_dtype out.",
+            format_bytes(packed),
+            format_bytes(rest),
+            largest[1],
         )
 
 

@@ -24,6 +24,7 @@ class Role(Enum):
     GRADIENT = "gradient"  # the parameter's dtype, in the first training step; or an alias of the compute shard
     DEFERRED_GRADIENT = "deferred gradient"  # float32 or wider; full or of a host shard, freed if that changes
     COMPUTE_SHARD = "compute shard"  # the compute dtype, in the first step of mixed precision
+    FP8_SHARD = "fp8 shard"  # after the first step that gathers the weight in fp8
     FULL_PRECISION_SHARD = "full-precision shard"  # in symmetric memory, for parameters that autocast does not cast
     UNSHARDED_CACHE = "unsharded cache"  # the compute dtype; freed if its budget changes
 

@@ -81,6 +81,7 @@ _OPERATORS = frozenset(
     for name in words("add sub mul truediv div floordiv mod pow and or xor lshift rshift")
 ) | frozenset(f"__{name}__" for name in words("neg pos abs invert eq ne lt le gt ge"))
 # Compilers see the shard's own shape and storage.
+_TRAINING_CODE = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.", "lightning_zero.")
 _COMPILERS = ("torch._dynamo.", "torch._subclasses.", "torch._functorch._aot_autograd.", "torch._inductor.")
 # Frames between the caller and a rule: torch.compiler.disable and the lookup of __torch_function__.
 _DISPATCH_MODULES = ("torch._dynamo.eval_frame", "torch.overrides", "torch._tensor", "torch._ops")
@@ -160,8 +161,8 @@ def _is_pointwise(name: str) -> bool:
 def _property(attribute: str, access: str) -> Rule:
     if attribute == "data":
         return _get_data if access == "__get__" else _assign_data
-    if attribute == "grad" and access == "__set__":
-        return _assign_grad
+    if attribute == "grad" and access != "__delete__":
+        return _read_grad if access == "__get__" else _assign_grad
     if attribute == "requires_grad" and access == "__set__":
         return _set_requires_grad
     if attribute in FULL_SHAPE_QUERIES:
@@ -442,6 +443,14 @@ def _assign_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     spec_of(args).assign_data(tensor, value)
 
 
+def _read_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    grad = _call_plain(func, args, kwargs)
+    missing = spec_of(args).on_missing_grad
+    if grad is None and missing is not None and not _caller().startswith(_TRAINING_CODE):
+        missing()
+    return grad
+
+
 def _assign_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     param, grad = args
     spec = spec_of(args)
@@ -517,6 +526,7 @@ _READ_NO_VALUES = (
     _equal,
     _get_data,
     _query_full_shape,
+    _read_grad,
     _set_requires_grad,
     raise_unsupported,
 )

@@ -213,6 +213,7 @@ class ShardSpec:
         group: returns the process group of the shards, or None after the engine is closed.
         on_write: called before the parameter is written to, with True if all values are replaced.
         collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.
+        on_missing_grad: called if users' code reads ``param.grad`` and it is None; None to call nothing.
         packed: kind of the format if the shard holds codes of a frozen weight; None if it holds values.
         storage_address: address of the storage that the shard is in.
     """
@@ -226,6 +227,7 @@ class ShardSpec:
     collective: Callable[[Callable[[bool], dist.Work | None]], None]
     packed: str | None = None
     storage_address: int = 0
+    on_missing_grad: Callable[[], None] | None = None
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 
     def wrap(self, tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.adapted_parameters import mark_adapted_parameters
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.flat_memory import HostMasterPolicy, ShardMemory
-from lightning_zero.sharding.frozen_weights import FrozenWeights, check_not_quantized
+from lightning_zero.sharding.frozen_weights import FrozenWeights, check_not_quantized, warn_of_rest
 from lightning_zero.sharding.layout import ShardLayout, as_real, is_strided, memory_order
 from lightning_zero.sharding.module_patching import FORMATS, ORDERS, SHAPES, ClassCache, is_sharded
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter, gather_full
@@ -351,6 +351,8 @@ class Sharder:
                     self.classes.check(module)
                     check_parameter(f"{name}.{key}" if name else key, param)
         self._formats = {} if self._frozen is None else self._frozen.find(root)
+        if self._formats and self.mesh.rank == 0:
+            warn_of_rest(root, self._formats)
         check_shared_memory(
             {name: param for name, param in root.named_parameters() if self.find(param) is None},
             dict(root.named_buffers()),

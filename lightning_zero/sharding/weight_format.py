@@ -1,8 +1,9 @@
 """Pack frozen weights into 4-bit or 8-bit codes, and compute weights from them.
 
 A packed weight is one 1-D int32 tensor, so it is sharded and gathered like any other parameter. Shards may cut blocks,
-because a weight is decoded after its all-gather. :func:`decode` alone defines the values: eager code runs its ops, and
-a graph pass inserts them next to the product.
+because a weight is decoded after its all-gather. :func:`decode` defines the values. On a GPU, a kernel of
+``dequantize_kernel.py`` computes them. Elsewhere eager code runs the ops of ``decode``, and a graph pass inserts them
+next to the product.
 
 ``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4` and a 7-bit absolute maximum. 256 blocks have one
 bfloat16 scale. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.library import Library
 
 from lightning_zero.compat.tensors import unsafe_index
+from lightning_zero.sharding import dequantize_kernel
 
 WeightKind = Literal["nf4", "int8"]
 
@@ -85,7 +87,7 @@ class WeightFormat:
     def decode(self, packed: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight, by default in its own dtype."""
         with torch.no_grad():
-            return decode(_run, packed, self.shape, dtype or self.dtype, self.kind, packed.device)
+            return _dequantize(packed, list(self.shape), dtype or self.dtype, self.kind)
 
 
 def packed_words(rows: int, columns: int, kind: str) -> int:
@@ -93,7 +95,12 @@ def packed_words(rows: int, columns: int, kind: str) -> int:
     if kind == "int8":
         return -(-rows * columns // 4) + rows
     blocks = -(-rows * columns // BLOCK)
-    return blocks * (BLOCK // 8) - (-blocks // 4) - (-blocks // SUPERBLOCK) + len(NF4)
+    return sum(_nf4_sizes(blocks))
+
+
+def _nf4_sizes(blocks: int) -> tuple[int, int, int, int]:
+    """Return the int32 words of codes, maxima, scales and the table."""
+    return blocks * (BLOCK // 8), -(-blocks // 4), -(-blocks // SUPERBLOCK), len(NF4)
 
 
 def _run(op: Any, *args: Any, **settings: Any) -> Any:
@@ -113,7 +120,7 @@ def decode(call: Call, packed: Any, shape: tuple[int, ...], dtype: torch.dtype, 
 def _nf4_values(call: Call, packed: Any, rows: int, columns: int, device: torch.device) -> Any:
     numel = rows * columns
     blocks = -(-numel // BLOCK)
-    sizes = (blocks * (BLOCK // 8), -(-blocks // 4), -(-blocks // SUPERBLOCK), len(NF4))
+    sizes = _nf4_sizes(blocks)
     codes, maxima, scales, table = _parts(call, packed, sizes)
     table, scales = call(_aten.view.dtype, table, torch.float32), call(_aten.view.dtype, scales, torch.float32)
     values = call(unsafe_index, table, [_fields(call, codes, sizes[0], 4, device)])
@@ -224,7 +231,13 @@ DEQUANTIZE = torch.ops.lightning_zero_weights.dequantize.default
 
 
 def _dequantize(packed: Tensor, shape: list[int], dtype: torch.dtype, kind: str) -> Tensor:
-    return decode(_run, packed, tuple(shape), dtype, kind, packed.device)
+    rows, columns = shape
+    if not dequantize_kernel.is_available(packed.device):
+        return decode(_run, packed, (rows, columns), dtype, kind, packed.device)
+    if kind == "int8":
+        return dequantize_kernel.int8_values(packed, (rows, columns), dtype, LEVELS)
+    sizes = _nf4_sizes(-(-rows * columns // BLOCK))
+    return dequantize_kernel.nf4_values(packed, (rows, columns), dtype, sizes, LEVELS, SUPERBLOCK)
 
 
 def _fake(packed: Tensor, shape: list[int], dtype: torch.dtype, kind: str) -> Tensor:

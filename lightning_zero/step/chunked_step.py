@@ -77,10 +77,11 @@ class ChunkedRunner:
         if not run.elementwise and rule is not None:  # the optimizer has not made them yet
             itemsizes = [max(run.param.itemsize, torch.float32.itemsize)] * len(rule.state)
         numel = chunk_numel(run, run.elementwise, self._host.ring if self._host else None, itemsizes)
-        return split_into_chunks(run, min(numel, MAX_CHUNK_NUMEL) if run.rounds_state else numel)
+        return split_into_chunks(run, min(numel, MAX_CHUNK_NUMEL) if run.rounds else numel)
 
     def end(self, layout: StepLayout, own: OwnParams) -> None:
         self._sequence.end()
+        self._sequence = _ChunkSequence([], self._host)  # frees the last chunk's state, and gradients that were cast
         layout.finish_eager_step(own.state)
         self._layouts.remember_state(own.state)
 

@@ -88,6 +88,7 @@ class StepCycle:
         """Begin a stage: from here on the other ranks notice if this rank does not arrive."""
         self._watchdog.begin()
         self._enter(State.IDLE, Phase.SETUP)
+        self._compiled.begin_stage()
 
     def clean_up(self) -> None:
         """End a stage and free its memory. After an exception, log cleanup errors instead of raising them.
@@ -259,6 +260,7 @@ class StepCycle:
         self._enter(State.IDLE, Phase.BETWEEN)
         if changed:
             self._sharder.sync.invalidate_copies()
+            self._compiled.end_step(forward_follows=self._in_train_step)
         self._sharder.sync.after_writing()
 
     def eval_step(self) -> None:
@@ -274,6 +276,7 @@ class StepCycle:
         self._compiled.release_memory()
         self._sharder.sync.before_reading()
         self._sharder.sync.invalidate_copies()
+        self._compiled.before_evaluation()
         self._buffers.before_forward()
 
     def after_eval(self) -> None:

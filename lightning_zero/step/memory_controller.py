@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 
@@ -225,7 +228,7 @@ class MemoryController:
                 allocated = sum(v.nbytes for k, v in entries if record.has_shard_shape(v) or is_stored_key(k))
                 shaped = of_parameter(rule, record.layout.shape, param.dtype)
                 names = shaped.state if shaped is not None else ()
-                stored = stored_dtypes(shaped, record.layout, param.dtype, self._optimizers.state_dtype)
+                stored = stored_dtypes(shaped, record.layout, param.dtype, *self._optimizers.rounding)
                 expected = sum(stored_bytes(stored.get(name, param.dtype)) for name in names) * record.shard.numel()
                 shared = shared_bytes(shaped, record.layout.shape, param.dtype)
                 yield (allocated or int(expected)) + shared, allocated > 0
@@ -271,15 +274,33 @@ class GradientPlacement:
             self._sharder.mesh.world_size == 1
             and (self.single_micro_batch and self.unread)
             and (config.memory is None and config.tuning.grad_aliasing is None)
-            and (config.may_alias_gradients and config.reduce_dtype == "bf16")
+            and (config.may_alias_gradients and config.reduce_dtype == "bf16" and not config.tuning.fp8_shards)
             and all(isinstance(rule, Rule) for rule in rules)
             and not self._have_hooks()
         )
         moves = wanted != self.aliased and (wanted or self.automatic)
-        self.automatic = wanted
+        self._set_automatic(wanted)
         if moves:
             self.set_aliasing(wanted)
         return moves
+
+    def _set_automatic(self, automatic: bool) -> None:
+        self.automatic = automatic
+        for record in self._sharder.records:
+            # Executors hold parameters: a strong reference would be a cycle that is never collected.
+            record.spec.on_missing_grad = partial(_call, WeakMethod(self._warn_of_readers)) if automatic else None
+
+    def _warn_of_readers(self) -> None:
+        """Warn once that code which reads gradients after the step finds none."""
+        if not self._sharder.memory.tensors(Role.GRADIENT):
+            return  # no backward has been yet
+        for record in self._sharder.records:
+            record.spec.on_missing_grad = None
+        warnings.warn(
+            "`param.grad` is None after the optimizer step, because gradients use the memory of the compute copies on "
+            "one rank. Pass ZeroStrategy(tuning=Tuning(grad_aliasing=False)) to keep gradients until they are zeroed.",
+            stacklevel=6,
+        )
 
     def _have_hooks(self) -> bool:
         with no_shard_dispatch():
@@ -338,7 +359,7 @@ class GradientPlacement:
         self.single_micro_batch = False
         saved = self.bytes_taken(False, None) - self.bytes_taken(True, config.compute_dtype)
         if self.automatic:
-            self.automatic = False
+            self._set_automatic(False)
             self.set_aliasing(False)
             self._session.progress.report(
                 "Several micro-batches share a step, so gradients have memory of their own from now on, "
@@ -354,6 +375,11 @@ class GradientPlacement:
             f"again, {format_bytes(saved)}. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
             "from the beginning."
         )
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    if (bound := method()) is not None:
+        bound()
 
 
 def _has_copy(record: ShardedParameter, used: torch.dtype | None) -> bool:

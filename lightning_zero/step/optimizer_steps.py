@@ -25,13 +25,15 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import parameter_norms
 from lightning_zero.optim.quantized_state import is_quantized, is_stored_key
 from lightning_zero.optim.state_dtypes import (
     StoredDtypes,
-    check_state_dtype,
+    check_rounding,
     restore_state_dtypes,
+    rounds_weights,
     stored_dtypes,
     stored_dtypes_by_index,
 )
@@ -76,14 +78,14 @@ class OptimizerSteps:
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            check_state_dtype(optimizer, optimizer.param_groups, self.state_dtype)
+            check_rounding(optimizer, optimizer.param_groups, *self.rounding)
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
             bucket = int(self.config.tuning.matrix_bucket_mb * 2**20)
             capture, emulate = _capture_options(self.config)
             stepper = OptimizerStepper(
-                optimizer, self._sharder, capture, emulate, self._host(), self.state_dtype, bucket
+                optimizer, self._sharder, capture, emulate, self._host(), self.state_dtype, bucket, self.rounding[1]
             )
             self._steppers[optimizer] = stepper
         return stepper
@@ -142,9 +144,14 @@ class OptimizerSteps:
         return self.config.tuning.state_dtype
 
     @property
+    def rounding(self) -> tuple[str | None, bool]:
+        """Return the options of what is rounded after a step: ``state_dtype`` and ``bf16_stochastic_round``."""
+        return self.state_dtype, self.config.tuning.bf16_stochastic_round
+
+    @property
     def make_placer(self) -> MakePlacer | None:
         """Return a factory of functions that place loaded state; None if torch places it right."""
-        return self._make_placer if self.on_host or self.state_dtype is not None else None
+        return self._make_placer if self.on_host or any(self.rounding) else None
 
     def _make_placer(self, optimizer: torch.optim.Optimizer) -> StatePlacer:
         dtypes = self.stored_dtypes_of(optimizer, optimizer.param_groups)
@@ -153,8 +160,9 @@ class OptimizerSteps:
             record = self._sharder.find(param)
             dtype = param.dtype if param.is_floating_point() else value.dtype  # as torch does
             stored = None if record is None else dtypes.get(record.index, {}).get(key)
-            if is_stored_key(key) or is_quantized(stored):
-                dtype = value.dtype  # the next step quantizes what is not quantized
+            unchanged = is_stored_key(key) or is_quantized(stored) or key == ROUNDING_COUNT
+            if unchanged or (stored is None and rounds_weights(param.dtype, self.rounding[1])):
+                dtype = value.dtype  # counts need float32; the next step quantizes what is not quantized
             elif stored is not None and value.is_floating_point():
                 dtype = stored
             return value.to(value.device if self.on_host else param.device, dtype)
@@ -165,7 +173,7 @@ class OptimizerSteps:
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
     ) -> dict[int, StoredDtypes]:
         """Return the dtypes of state that is stored in fewer bytes, for these groups, by parameter index."""
-        return stored_dtypes_by_index(optimizer, groups, self._sharder.find, self.state_dtype)
+        return stored_dtypes_by_index(optimizer, groups, self._sharder.find, *self.rounding)
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return new 1-D memory for state with one element per element of a shard.
@@ -258,6 +266,7 @@ class OptimizerSteps:
         norm = None
         if clip is not None:
             self._cycle.finalize_gradients()
+            self._cycle.before_step(stepping=True)  # frees cached memory: the first clipping makes the state
             norm = self.stepper(optimizer).clip_norm(clip, later=True)
         try:
             self.begin(optimizer, skip, in_closure=False)
@@ -290,7 +299,7 @@ class OptimizerSteps:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UnsupportedError` if the optimizer cannot step this engine's shards."""
         check_optimizer(optimizer)
-        check_state_dtype(optimizer, optimizer.param_groups, self.state_dtype)
+        check_rounding(optimizer, optimizer.param_groups, *self.rounding)
         if self.on_host:
             check_offload(optimizer)
         if self.config.cuda_graph_step is True:
@@ -318,10 +327,10 @@ class OptimizerSteps:
         rules = {id(param): rule for rule, params in by_group for param in params}
         simple = all(rule is not None for rule, _ in by_group)
 
-        def kind(record: ShardedParameter) -> tuple[int, bool]:
+        def kind(record: ShardedParameter) -> tuple[int, str]:
             rule = rules.get(id(record.param))
-            stored = stored_dtypes(rule, record.layout, record.param.dtype, self.state_dtype)
-            return 0 if simple else record.param.dim(), bool(stored)
+            stored = stored_dtypes(rule, record.layout, record.param.dtype, *self.rounding)
+            return 0 if simple else record.param.dim(), repr(sorted(stored.items(), key=repr))
 
         self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
 
@@ -345,6 +354,7 @@ def _capture_options(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool, float]:
+def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], tuple[str | None, bool], bool, float]:
     tuning = config.tuning
-    return config.offload, tuning.state_dtype, bool(tuning.grad_aliasing), tuning.matrix_bucket_mb
+    rounding = tuning.state_dtype, tuning.bf16_stochastic_round
+    return config.offload, rounding, bool(tuning.grad_aliasing), tuning.matrix_bucket_mb

@@ -21,9 +21,10 @@ from lightning_zero.optim.matrix_exchange import ExchangeMemory, MatrixGroup
 from lightning_zero.optim.matrix_rules import MatrixRule
 from lightning_zero.optim.parameter_sums import of_run
 from lightning_zero.optim.reduction_rules import shared_shapes
+from lightning_zero.optim.state_dtypes import fill_state
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
-from lightning_zero.optim.update_rules import AnyRule, Rule, needs_matrices, needs_ranks, rule_for
+from lightning_zero.optim.update_rules import AnyRule, Rule, begins_by_rule, needs_matrices, needs_ranks, rule_for
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
@@ -122,15 +123,15 @@ def reason_not_captured(
 
 
 class CapturedRunner:
-    """Replays a layout's step, after the optimizer itself has made the first step and the state.
+    """Replays a layout's step, the first one, too, if the rules tell how state begins.
 
-    An optimizer whose rule needs other ranks makes no step itself: its state begins as zeros.
+    Otherwise the optimizer itself has made the first step, and with it the state.
 
     Args:
         compile_kernels: Compile the update with Inductor; otherwise run it op by op.
         host: Host memory of the state; None if state is on the device.
         captures: Replay steps. If False, only layouts that the optimizer cannot step itself are stepped: those with
-            rounded state or matrices.
+            rounded values or matrices.
         make_matrix_group: Returns the ranks that hold each matrix together.
         matrix_bucket_bytes: See :class:`StepKernel`.
         sum_over_ranks: See :class:`StepKernel`.
@@ -183,20 +184,28 @@ class CapturedRunner:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         if layout in self._kernels:
             return True
-        rounds_state = any(run.rounds_state for run in layout.runs)
+        rounds = any(run.rounds for run in layout.runs)
         matrices = needs_matrices(self._optimizer)
-        # The rounding of state must not depend on steps made by the optimizer itself.
-        if not rounds_state and not matrices and (layout.eager_steps == 0 or not self._captures):
+        # An optimizer's own step takes more memory: for gradients in the weights' dtype, and temporary tensors.
+        begins = matrices or all(begins_by_rule(rule_for(self._optimizer, own.groups[r.group])) for r in layout.runs)
+        # The rounding must not depend on steps made by the optimizer itself.
+        if not rounds and not matrices and not (self._captures and (begins or layout.eager_steps > 0)):
             return False
         if not layout.runs:
             return False
-        if matrices:
-            self._make_state(layout, own)
+        name = type(self._optimizer).__name__
+        if matrices or (begins and StepKernel.supports(self._optimizer, own.groups)):
+            self._make_state(layout, own, matrices)
         if not StepKernel.supports(self._optimizer, own.groups, layout.runs):
             if matrices:
                 raise UnsupportedError(
-                    f"{type(self._optimizer).__name__} cannot step these parameters: each group needs a rule, and "
-                    "complex parameters are not supported. Give them to another optimizer."
+                    f"{name} cannot step these parameters: each group needs a rule, and complex parameters are not "
+                    "supported. Give them to another optimizer."
+                )
+            if any(run.rounds_param for run in layout.runs):  # the optimizer itself would round to the nearest
+                raise UnsupportedError(
+                    f"bf16_stochastic_round=True needs the state of {name} as its rule names it, in tensors. Load the "
+                    "state of the same optimizer, or leave bf16_stochastic_round out."
                 )
             return False
         moved = [run.move_counts(self._device) for run in layout.runs]
@@ -221,35 +230,51 @@ class CapturedRunner:
         self._layouts.remember_state(own.state)
         return True
 
-    def _make_state(self, layout: StepLayout, own: OwnParams) -> None:
-        """Make the state that the rules read, as far as it is missing."""
+    def _make_state(self, layout: StepLayout, own: OwnParams, matrices: bool) -> None:
+        """Make the state that the rules read, as far as it is missing.
+
+        Other optimizers of runs that are not rounded complete state that they have begun, such as loaded state.
+        """
         memory = None if self._host is None else self._host.memory
         for run in layout.runs:
-            rule = rule_for(self._optimizer, own.groups[run.group])
+            group = own.groups[run.group]
+            rule = rule_for(self._optimizer, group)
             if rule is None:
                 continue
             rule = of_run(rule, run)
-            for name in rule.state:
-                for new in run.allocate_state(name, run.stored_dtypes.get(name, run.param.dtype), memory):
-                    new.zero_()
-            counts = (*rule.counts, *(("step",) if isinstance(rule, Rule) else ()))
-            if run.rounds_state and "step" not in (*counts, *run.counts):
-                counts = (*counts, ROUNDING_COUNT)
-            for name in counts:
+            initial = rule.initial(group) if isinstance(rule, Rule) and rule.initial is not None else {"step": 0.0}
+            counts = [*(["step"] if isinstance(rule, Rule) and "step" in initial else []), *rule.counts]
+            names = rule.state
+            if run.state and not matrices and not run.rounds_param:
+                counts, names = [name for name in counts if name in run.counts], ()
+            if run.rounds and "step" not in (*counts, *run.counts):
+                counts.append(ROUNDING_COUNT)
+            for name in counts:  # first, as in state that torch's optimizers make
                 if name not in run.counts:
-                    run.state[name] = torch.zeros((), device=self._device)
+                    number = run.state.get(name)  # old checkpoints have counts that are no tensors
+                    begin = number if isinstance(number, int | float) else initial.get(name, 0.0)
+                    run.state[name] = torch.zeros((), dtype=torch.float32, device=self._device).fill_(begin)
+            for name in names:
+                new = run.allocate_state(name, run.stored_dtypes.get(name, run.param.dtype), memory)
+                fill_state(new, initial.get(name, 0.0))
             run.export_state(own.state)
             if needs_ranks(rule):
-                run.shared = [self._make_shared_state(rule, record, own.state) for record in run.members]
+                run.shared = [
+                    self._make_shared_state(rule, record, own.state, run.rounds_param) for record in run.members
+                ]
 
-    def _make_shared_state(self, rule: AnyRule, record: ShardedParameter, state: State) -> dict[str, Tensor]:
+    def _make_shared_state(
+        self, rule: AnyRule, record: ShardedParameter, state: State, rounds_param: bool
+    ) -> dict[str, Tensor]:
         """Return the state of a parameter that every rank stores in full; make it as far as it is missing."""
         entries = state[record.param]
         shapes = shared_shapes(rule, record.layout.shape)
         for name, shape in shapes.items():
             old = entries.get(name)
             if old is None:
-                entries[name] = torch.zeros(shape, dtype=record.param.dtype, device=self._device)
+                # Few elements, which all ranks store: they would not be rounded stochastically.
+                dtype = torch.float32 if rounds_param else record.param.dtype
+                entries[name] = torch.zeros(shape, dtype=dtype, device=self._device)
             elif old.shape != shape:
                 raise ValueError(
                     f"The state {name!r} of {record.name!r} has shape {tuple(old.shape)}, but its rule keeps "

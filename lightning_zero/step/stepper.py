@@ -117,7 +117,10 @@ class ParamSwap:
             # Some optimizers keep counters and averages in their groups.
             changes = {k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v}
             own.groups[origin].update(changes)
+        # Chunks may have gradients that were cast for the step.
+        self._flat_params, self._before = FlatParams([], defaultdict(dict), []), []
         self._after(own)
+        self._after = lambda own: None
 
 
 class OptimizerStepper:
@@ -128,6 +131,7 @@ class OptimizerStepper:
         emulate: Debugging: compute on any device as a captured step does, without a graph.
         host: Host memory of shard-sized state; None keeps it on the shards' device.
         state_dtype: The option of this name.
+        round_weights: The option ``bf16_stochastic_round``.
         matrix_bucket_bytes: See :class:`~lightning_zero.optim.step_kernel.StepKernel`.
 
     Attributes:
@@ -143,6 +147,7 @@ class OptimizerStepper:
         host: StateOnHost | None = None,
         state_dtype: str | None = None,
         matrix_bucket_bytes: int = 1 << 28,
+        round_weights: bool = False,
     ) -> None:
         device = sharder.executor.device
         self._sharder, self._weights = sharder, sharder.executor.weights
@@ -152,7 +157,7 @@ class OptimizerStepper:
         self._checked_steps = 0
         self._check: ElementwiseCheck | None = None
         self._reads_shapes = False
-        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, state_dtype)
+        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, state_dtype, round_weights)
         self.eager_reason = reason_not_captured(optimizer, device, capture, emulate)
         self._agreement = MatrixAgreement(optimizer, sharder)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")

@@ -64,6 +64,9 @@ def train(
     """
     torch._dynamo.reset()
     model, said = build(Blocks), []
+    if options.get("frozen_dtype"):
+        for block in model.blocks:
+            block[2].requires_grad_(False)
     graphs: list[int] = [0]
     before: list[int] = []
     reduced: list[int] = []
@@ -123,7 +126,8 @@ STILL: dict[str, Any] = {
 def alike(ranks: Ranks, device: Device | None, steps: int = 7, world_size: int = 2, **options: Any) -> Any:
     """Return the common decision of all ranks; they train like eager code, bit for bit."""
     found = ranks.run(world_size, train, device, steps, **options)
-    for mine, theirs in zip(found, ranks.run(world_size, train, None, steps, compile=False), strict=True):
+    same_model = {name: value for name, value in options.items() if name == "frozen_dtype"}
+    for mine, theirs in zip(found, ranks.run(world_size, train, None, steps, compile=False, **same_model), strict=True):
         assert mine["losses"] == theirs["losses"]
         assert same(mine["params"], theirs["params"])
         for key in ("compiles_in", "activations", "offload", "kept"):
@@ -140,6 +144,17 @@ def test_with_room_left_weights_stay_after_some_steps(ranks: Ranks) -> None:
     assert found["plan"]["fits"]
     [table] = [line for line in found["said"] if "Memory plan" in line]
     assert "measured" in table.splitlines()[0]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_plans_apply_to_quantized_frozen_weights(ranks: Ranks, full: bool) -> None:
+    if not full:
+        assert "backward" in alike(ranks, Device(), memory="auto", frozen_dtype="nf4")["kept"]
+        return
+    device, memory = Device(eager=1000), (HELD + 0.5 * SAVED) / GIB
+    found = alike(ranks, device, 13, memory=memory, frozen_dtype="nf4")
+    assert found["activations"] < 1.0
+    assert found["plan"]["measured"] <= found["plan"]["limit"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_zero import Tuning
 from lightning_zero.config import EngineConfig
@@ -57,7 +58,8 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "cuda_graphs": engine.optimizers.stepper(optimizer).eager_reason,
         "memory": engine.session.config.memory,  # by which the session plans: test_memory_budget.py
         "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
-        "state_dtype": engine.optimizers.stepper(optimizer)._layouts._state_dtype,
+        "state_dtype": engine.optimizers.stepper(optimizer)._layouts._rounding[0],
+        "bf16_stochastic_round": engine.optimizers.stepper(optimizer)._layouts._rounding[1],
         "offload_buffer_mb": engine.optimizers.config.tuning.offload_buffer_mb,
         "reduce_dtype": dtype,
         "broadcast_buffers": engine.buffers._enabled,
@@ -94,6 +96,7 @@ def change_each() -> dict[str, str]:
     Train before and after.
     """
     model = build("OddMLP")
+    model.register_parameter("narrow", nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)))  # without a gradient
     optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), {}
     with engine_for(model, **BEFORE) as engine:
         record(engine)

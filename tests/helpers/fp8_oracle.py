@@ -43,14 +43,16 @@ class _Product(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer in fp8 while ``on`` is True."""
+    """A linear layer in fp8 while ``on`` is True. Casts of weights begin from bfloat16, or from the master weight."""
 
     on = False
+    of_masters = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not Fp8Linear.on:
             return super().forward(x)
-        weight, bias = self.weight.bfloat16(), None if self.bias is None else self.bias.bfloat16()
+        weight = self.weight if Fp8Linear.of_masters else self.weight.bfloat16()
+        bias = None if self.bias is None else self.bias.bfloat16()
         with torch.autocast("cpu", enabled=False):
             rows = x.bfloat16().reshape(-1, x.shape[-1])
             return _Product.apply(rows, weight, bias).view(*x.shape[:-1], -1)

@@ -27,16 +27,19 @@ class OneRank:
         rank: int = 0,
         world_size: int = 1,
         state_blocks: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rank = rank
         self.mesh = SimpleNamespace(
-            world_size=1, replicated=False, shard_group=SimpleNamespace(gather_group=None, size=1)
+            world_size=1,
+            replicated=False,
+            shard_host_count=1,
+            shard_group=SimpleNamespace(gather_group=None, size=1, rank=0),
         )
         layouts = [
-            ShardLayout.from_shape(torch.Size(shape), torch.float32, world_size, state_blocks=state_blocks)
-            for shape in shapes
+            ShardLayout.from_shape(torch.Size(shape), dtype, world_size, state_blocks=state_blocks) for shape in shapes
         ]
-        pieces = [(layout, torch.float32) for layout in layouts]
+        pieces = [(layout, dtype) for layout in layouts]
         shards, grads = FlatBuffer(pieces, CPU), FlatBuffer(pieces, CPU)
         rng = torch.Generator().manual_seed(seed)
         self.live = []
@@ -66,6 +69,7 @@ class OneRank:
                 valid_compute_shards=list, mark_compute_shards_written=lambda indices, written: None
             ),
             collective=self._collective,
+            start_collective=None,  # nothing is sent by one rank
             waiting=None,
         )
 

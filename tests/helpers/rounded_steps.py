@@ -1,4 +1,4 @@
-"""Steps of an optimizer whose state is rounded, on one rank of several, with gradients that are equal in every run."""
+"""Steps of an optimizer that rounds state or weights, on one rank of several, with the same gradients in every run."""
 
 from __future__ import annotations
 
@@ -33,20 +33,31 @@ MAKES: dict[str, Make] = {
 
 
 class Training:
-    """One rank, whose gradients are equal in every training."""
+    """One rank, whose gradients are equal in every training.
+
+    round_weights: weights are bfloat16, and rounded stochastically
+    """
 
     def __init__(
-        self, make: Make, state_dtype: str | None = "bf16", on_host: bool = False, rank: int = 0, world: int = 1
+        self,
+        make: Make,
+        state_dtype: str | None = "bf16",
+        on_host: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        round_weights: bool = False,
     ) -> None:
-        self.sharder: Any = OneRank(SHAPES, rank=rank, world_size=world, state_blocks=state_dtype == "8bit")
+        dtype = torch.bfloat16 if round_weights else torch.float32
+        blocks = state_dtype == "8bit"
+        self.sharder: Any = OneRank(SHAPES, rank=rank, world_size=world, state_blocks=blocks, dtype=dtype)
         self.optimizer = make(self.sharder.params)
         self.host = StateOnHost(HostMemory(CPU), StagingRing(CPU, 1 << 15)) if on_host else None
-        self.state_dtype, self.steps = state_dtype, 0
+        self.state_dtype, self.steps, self.round_weights = state_dtype, 0, round_weights
         self.capture(False)
 
     def capture(self, capture: bool) -> None:
         device: Any = (self.optimizer, self.sharder, capture, True)
-        self.stepper = OptimizerStepper(*device, self.host, self.state_dtype)
+        self.stepper = OptimizerStepper(*device, self.host, self.state_dtype, round_weights=self.round_weights)
 
     def go(
         self, steps: int = STEPS, skip: float | None = None, without: tuple[int, ...] = (), scale: float = 1.0

@@ -44,11 +44,8 @@ class Captured(ZeroStrategy):
         return result
 
 
-def check_captured(trainer: pl.Trainer, eager: Sequence[int] = (0,)) -> None:
-    """For a ``captured`` Trainer: all of its steps were captured, except for these, and there were some.
-
-    Only the first step of a plan is the optimizer's own: it makes the state.
-    """
+def check_captured(trainer: pl.Trainer, eager: Sequence[int] = ()) -> None:
+    """For a ``captured`` Trainer: all of its steps were captured, except for these, and there were some."""
     if isinstance(trainer.strategy, Captured):
         captured = trainer.strategy.captured
         assert any(captured), f"none of {len(captured)} steps was captured"
@@ -76,6 +73,7 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
         for key in list(arguments)
         if key.startswith(
             (
+                "bf16_",
                 "reduce_",
                 "cross_host_",
                 "compute_shard_",
@@ -90,6 +88,7 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
                 "memory",
                 "stage",
                 "replicate_",
+                "frozen_",
             )
         )
     }
@@ -216,7 +215,7 @@ def close(*modules: pl.LightningModule) -> None:
 
 @contextmanager
 def fitted(
-    kind: str, make: Callable[[], Any] = Regression, steps: int = 4, eager: Sequence[int] = (0,), **arguments: Any
+    kind: str, make: Callable[[], Any] = Regression, steps: int = 4, eager: Sequence[int] = (), **arguments: Any
 ) -> Iterator[tuple[Any, pl.Trainer]]:
     """A module trained under a strategy of this kind, and its Trainer. ``eager``: see ``check_captured``."""
     module, trainer = make(), make_trainer(kind, **arguments)

@@ -4,6 +4,7 @@ Hooks see the gradients until the step, evaluations and checkpoints happen in be
 batches per step are refused.
 """
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -172,7 +173,8 @@ def test_micro_batches_that_nobody_could_know_of_are_trained_with(ranks: Ranks) 
 def by_default(kind: str) -> list[Any]:
     """Return for options of one rank: if gradients alias copies, their dtypes, and the losses."""
     found = []
-    for chosen in ({}, {OVER: False}, {"reduce_dtype": "32"}):
+    fp8 = {"linear_dtype": "fp8", "fp8_shards": True}
+    for chosen in ({}, {OVER: False}, {"reduce_dtype": "32"}, fp8):
         torch._dynamo.reset()
         model, strategy = Regression(), make_strategy(kind, **chosen)
         trainer = make_trainer(
@@ -194,11 +196,11 @@ def by_default(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["compiled", "compiled, captured"])
 def test_one_rank_aliases_gradients_that_nobody_reads(ranks: Ranks, kind: str) -> None:
-    ((over, again, later, apart, exact),) = ranks.run(1, by_default, kind, deadline=120)
+    ((over, again, later, apart, exact, fp8),) = ranks.run(1, by_default, kind, deadline=120)
     assert over[:2] == (True, {BF16})
     assert again[0]
     assert not later[0]
-    assert apart[:2] == exact[:2] == (False, {torch.float32})
+    assert apart[:2] == exact[:2] == fp8[:2] == (False, {torch.float32})
     assert len(over[2]) >= 12
     assert_close_relative(over[2][:12], apart[2], 2e-3, what="losses")
     assert over[2][0] == apart[2][0]
@@ -246,3 +248,33 @@ def test_one_rank_stops_aliasing_if_micro_batches_follow(ranks: Ranks, kind: str
     assert not any(expected[0])
     assert_close_relative(found[1], expected[1], 1e-6, what="losses")
     assert_close_relative(found[2], expected[2], 1e-6, what="weights")
+
+
+def present(params: Any) -> list[bool]:
+    return [param.grad is not None for param in params]
+
+
+def warnings_about_readers(reads: bool) -> tuple[list[str], list[bool]]:
+    found: list[bool] = []
+
+    class Reads(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if reads:
+                found.extend(present(self.parameters()))
+
+    model = Reads()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer("compiled", strategy=make_strategy("compiled"), precision="bf16-mixed", max_epochs=1)
+        trainer.fit(model, make_loader("compiled", 4))
+    close(model)
+    return [str(one.message) for one in caught if "after the optimizer step" in str(one.message)], found
+
+
+def test_code_that_finds_no_gradients_after_the_step_is_warned_once(ranks: Ranks) -> None:
+    ((messages, found),) = ranks.run(1, warnings_about_readers, True, deadline=120)
+    assert found
+    assert not any(found)
+    assert len(messages) == 1
+    assert "Tuning(grad_aliasing=False)" in messages[0]
+    assert ranks.run(1, warnings_about_readers, False, deadline=120) == [([], [])]

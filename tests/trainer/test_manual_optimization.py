@@ -22,8 +22,7 @@ class Alternating(GAN):
 
 
 def _train(kind: str, make: Any) -> dict[str, Any]:
-    eager = (0,) if make is Accumulating else (0, 1)  # one for each optimizer
-    with fitted(kind, make, steps=6, eager=eager) as (module, trainer):
+    with fitted(kind, make, steps=6) as (module, trainer):
         if is_ours(kind):
             optimizers = [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
         else:

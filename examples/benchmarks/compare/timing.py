@@ -37,6 +37,7 @@ class Clock(pl.Callback):
         self.loss: Any = None
         self.profiler: Any = None
         self.peak: float | None = None
+        self.first_peak: float | None = None  # GiB, until the end of the first optimizer step
         self.reserved: float | None = None
         self.device: float | None = None
 
@@ -50,6 +51,8 @@ class Clock(pl.Callback):
             return
         self.marks.append(self.mark())
         self.loss = outputs["loss"]
+        if len(self.marks) == 1 and torch.cuda.is_available():
+            self.first_peak = self._peak(trainer)
         if len(self.marks) == self.warm:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -61,13 +64,21 @@ class Clock(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if torch.cuda.is_available():
-            # The allocator does not count memory that all ranks can read, and counts memory of CUDA graphs as free.
+            self.peak = self._peak(trainer)
             peers = getattr(trainer.strategy, "peer_bytes", 0)
-            self.peak = round((torch.cuda.max_memory_allocated() + bytes_of_graphs() + peers) / 2**30, 2)
             self.reserved = round((torch.cuda.max_memory_reserved() + peers) / 2**30, 2)
             # Here, because strategies free memory before `fit` returns.
             free, total = torch.cuda.mem_get_info()
             self.device = round((total - free) / 2**30, 2)
+
+    @staticmethod
+    def _peak(trainer: pl.Trainer) -> float:
+        """Return the peak in GiB.
+
+        The allocator does not count memory that all ranks can read, and counts memory of CUDA graphs as free.
+        """
+        peers = getattr(trainer.strategy, "peer_bytes", 0)
+        return round((torch.cuda.max_memory_allocated() + bytes_of_graphs() + peers) / 2**30, 2)
 
     @staticmethod
     def mark() -> torch.cuda.Event | float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph
 
+from lightning_zero.compile.fp8.fp8_gathers import find_fp8_gathers
 from lightning_zero.compile.fp8.product_choice import Choice, ChoiceRules, choose_products
 from lightning_zero.compile.fp8.scaled_products import Fp8Recipe, scale_products
 from lightning_zero.compile.fx_utils import LINEAR_PRODUCTS
@@ -14,8 +15,12 @@ from lightning_zero.config import CompileConfig
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def convert_products(graph: Graph, config: CompileConfig) -> Graph:
-    """Convert a joint graph, or an inference graph, in place if ``linear_dtype`` is ``"fp8"``."""
+def convert_products(graph: Graph, config: CompileConfig, fp8_shards: bool = False) -> Graph:
+    """Convert a joint graph, or an inference graph, in place if ``linear_dtype`` is ``"fp8"``.
+
+    Args:
+        fp8_shards: gather weights in fp8 if all their products are.
+    """
     if config.linear_dtype != "fp8":
         return graph
     choices = choose_products(graph, ChoiceRules(config.fp8_products, config.fp8_exclude, config.fp8_min_gain))
@@ -23,7 +28,8 @@ def convert_products(graph: Graph, config: CompileConfig) -> Graph:
         _note(choice)
     chosen = [choice.product for choice in choices if choice.is_fp8]
     recipe = Fp8Recipe(gradient_dtype=_DTYPES[config.fp8_gradient_format])
-    return scale_products(graph, chosen, [choice.product for choice in choices], recipe)
+    gathered = find_fp8_gathers(graph, chosen) if fp8_shards else {}
+    return scale_products(graph, chosen, [choice.product for choice in choices], recipe, gathered)
 
 
 def _note(choice: Choice) -> None:

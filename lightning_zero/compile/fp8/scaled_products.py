@@ -8,8 +8,9 @@ Backward casts a weight from its gathered bytes again, so no fp8 copy of it stay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
 from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher
+from lightning_zero.compile.fp8.fp8_gathers import WEIGHT_FACTOR, erase_unread
 from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind
-from lightning_zero.compile.fx_utils import weight_nodes
+from lightning_zero.compile.fx_utils import ops, weight_nodes
 from lightning_zero.compile.partitioner.partition import OUTSIDE
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
@@ -49,13 +51,21 @@ class Fp8Recipe:
 
 
 def scale_products(
-    graph: Graph, chosen: Sequence[LinearProduct], products: Sequence[LinearProduct], recipe: Fp8Recipe
+    graph: Graph,
+    chosen: Sequence[LinearProduct],
+    products: Sequence[LinearProduct],
+    recipe: Fp8Recipe,
+    gathered: Mapping[Node, Node] = MappingProxyType({}),
 ) -> Graph:
-    """Replace ``chosen`` ones of all products of a graph, in place. Call it after ``tag_gathers``."""
+    """Replace ``chosen`` ones of all products of a graph, in place. Call it after ``tag_gathers``.
+
+    Args:
+        gathered: weights to gather in fp8, and their gathers; see :func:`find_fp8_gathers`.
+    """
     if not chosen:
         return graph
     insert = _Inserter(graph)
-    casts = _Casts(graph, insert, products, recipe)
+    casts = _Casts(graph, insert, products, recipe, gathered)
     for product in chosen:
         (left, left_scale), (right, right_scale) = casts.rows(product, 0), casts.columns(product, 1)
         with graph.inserting_before(product.node):
@@ -74,6 +84,8 @@ def scale_products(
         casts.results[product.node] = result
     for product in chosen:
         graph.erase_node(product.node)
+    for gather in dict.fromkeys(gathered.values()):
+        erase_unread(graph, gather)
     return graph
 
 
@@ -91,8 +103,15 @@ class _Casts:
         results: replaced products, which later ones may read, and the nodes that replace them.
     """
 
-    def __init__(self, graph: Graph, insert: _Inserter, products: Sequence[LinearProduct], recipe: Fp8Recipe) -> None:
-        self._graph, self._insert, self._recipe = graph, insert, recipe
+    def __init__(
+        self,
+        graph: Graph,
+        insert: _Inserter,
+        products: Sequence[LinearProduct],
+        recipe: Fp8Recipe,
+        gathered: Mapping[Node, Node],
+    ) -> None:
+        self._graph, self._insert, self._recipe, self._gathered = graph, insert, recipe, gathered
         self.results: dict[Node, Node] = {}
         self._weights, self._backward = weight_nodes(graph), backward_nodes(graph)
         self._policies: dict[Node, dict[str, Any]] = {}
@@ -137,6 +156,9 @@ class _Casts:
         return self._recipe.gradient_dtype if is_gradient else self._recipe.forward_dtype
 
     def _add(self, source: Node, dtype: torch.dtype, before: Node) -> None:
+        if (gather := self._gathered.get(source)) is not None:
+            self._add_gathered(source, gather, dtype, before)
+            return
         call, largest, policy = self._insert.call, torch.finfo(dtype).max, self._policy(source)
         matrix = self.results.get(source, source)
         with self._graph.inserting_before(before):
@@ -155,6 +177,17 @@ class _Casts:
             # Saving four bytes is cheaper than another maximum over the matrix.
             inverse.meta |= {AC_GRAPH_ID: policy.get(AC_GRAPH_ID, OUTSIDE), RECOMPUTE: CheckpointPolicy.MUST_SAVE}
         self._inverse_scales[source, dtype], self._cast[source, dtype] = inverse, steps[-1]
+
+    def _add_gathered(self, source: Node, gather: Node, dtype: torch.dtype, before: Node) -> None:
+        shard, shape = gather.args[:2]
+        with self._graph.inserting_before(before):
+            weight = self._insert.call(gather.target, shard, shape, dtype)
+            factor = self._insert.call(ops(WEIGHT_FACTOR), shard)
+        # The weight is gathered again for backward, or saved, as ``source`` would have been.
+        tags = {key: source.meta[key] for key in (AC_GRAPH_ID, RECOMPUTE) if key in source.meta}
+        weight.meta = {**gather.meta, **tags, "val": weight.meta["val"]}
+        factor.meta |= {AC_GRAPH_ID: OUTSIDE, RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+        self._inverse_scales[source, dtype], self._cast[source, dtype] = factor, weight
 
     def _policy(self, source: Node) -> dict[str, Any]:
         """Return the meta that decides whether backward recomputes a cast.

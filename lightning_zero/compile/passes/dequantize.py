@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compile.fx_utils import cast_dtype, narrowing_casts, repeat_views
+from lightning_zero.sharding.dequantize_kernel import is_available
 from lightning_zero.sharding.weight_format import DEQUANTIZE, decode
 
 
@@ -40,11 +41,13 @@ def narrow_dequantized(graph: Graph) -> Graph:
 
 
 def expand_dequantized(graph: Graph) -> Graph:
-    """Replace each op that dequantizes a weight by elementwise ops, in place."""
+    """Replace each op that dequantizes a weight by elementwise ops, in place, if no kernel computes it."""
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         packed, shape, dtype, kind = node.args
         assert isinstance(packed, Node)
         value = packed.meta["val"]
+        if is_available(value.device):
+            continue
         call = _Inserter(graph, getattr(value, "fake_mode", None))
         with graph.inserting_before(node):
             weight = decode(call, packed, tuple(shape), dtype, str(kind), value.device)  # type: ignore[arg-type]

@@ -96,6 +96,7 @@ class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
         try:
             with engine.checkpoints.loading_weights(self._load_source):
                 module.load_state_dict(state_dict, strict=strict)
+            engine.checkpoints.after_loading()
         finally:
             engine.sharder.sync.invalidate_copies()
             engine.sharder.sync.after_writing()

@@ -193,6 +193,8 @@ def _flush_before(exchange: Callable[[Any], None], module: Any) -> None:
         # The callback writes to `param.data`; edits of gathered weights that are pending would overwrite it.
         engine.cycle.before_step()
     exchange(module)
+    if engine is not None:
+        engine.checkpoints.after_loading()
 
 
 def _notify_update(callback: Any, decide: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

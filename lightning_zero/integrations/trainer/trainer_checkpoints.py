@@ -262,6 +262,7 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
         checkpoint = {**checkpoint, "state_dict": materialize_extra_state(checkpoint["state_dict"])}
         with self._show_progress(), self._require_engine().checkpoints.loading_weights(self._loaded_path):
             super().load_model_state_dict(checkpoint, strict=strict)
+        self._require_engine().checkpoints.after_loading()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -66,7 +66,10 @@ def test_names_in_the_help_are_those_that_the_commands_take() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("plan 9b", "'9b' is none of tiny, 350m, 700m, 1b, 7b, 8b, and not a file with a class. Write FILE.py:CLASS"),
+        (
+            "plan 9b",
+            "'9b' is none of tiny, 350m, 700m, 1b, 7b, 8b, llama8b, and not a file with a class. Write FILE.py:CLASS",
+        ),
         ("plan absent.py:Module", "there is no file 'absent.py'"),
         ("plan tiny --ranks 0", "argument --ranks: '0' is not a whole number of at least 1"),
         ("plan tiny --ranks two", "argument --ranks: 'two' is not a whole number of at least 1"),

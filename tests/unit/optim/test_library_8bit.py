@@ -26,6 +26,13 @@ def test_the_message_has_the_line_to_write_with_the_same_settings(module: str) -
     eval(line, {"torch": torch, "params": [nn.Parameter(torch.zeros(3))]})
 
 
+def test_the_line_of_torchaos_rounded_weights_has_the_option_for_them() -> None:
+    optimizer = made("AdamW8bit", "torchao.optim.adam")
+    optimizer.bf16_stochastic_round = True
+    with pytest.raises(UnsupportedError, match=r"Tuning\(state_dtype='8bit', bf16_stochastic_round=True\)"):
+        check_optimizer(optimizer)
+
+
 @pytest.mark.parametrize(
     ("name", "base", "expected"),
     [

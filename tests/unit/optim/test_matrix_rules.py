@@ -300,7 +300,7 @@ def test_a_python_number_of_steps_is_left_to_the_optimizer(step: Any, expected: 
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2, 2))])
     state = {"exp_avg": torch.zeros(32), "exp_avg_sq": torch.zeros(32), "step": step}
     counts = {"step": step.view(1)} if isinstance(step, torch.Tensor) else {}
-    run: Any = SimpleNamespace(group=0, state=state, counts=counts, rounds_state=False, keys_of=list)
+    run: Any = SimpleNamespace(group=0, state=state, counts=counts, rounds=False, keys_of=list)
     assert StepKernel.supports(optimizer, optimizer.param_groups, [run]) == expected
 
 

@@ -1,5 +1,6 @@
 """Bytes that persist between steps."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +43,34 @@ def test_8_bit_state_is_counted_with_its_scales() -> None:
     found = kept(torch.optim.AdamW, "8bit")
     assert found.states == 2 * (2048 + 2048 // 256 * 4 + 4 * 32) + 2 * 4
     assert found.words == "exp_avg 1.02, exp_avg_sq 1.02"
+
+
+def test_a_plan_counts_bf16_weights_and_refuses_the_option_without_them() -> None:
+    module = nn.Linear(64, 64)
+    training = Training(lambda m, x: m(x).sum(), torch.optim.AdamW)
+    unit = 2 * (2048 + 64)  # bytes of a rank's shards: the bias has one unit of 64 elements
+    for state_dtype, states in ((None, 2 * unit), ("bf16", 2 * unit), ("8bit", 2 * (2048 + 8 * 4 + 2 * 64))):
+        tuning = Tuning(bf16_stochastic_round=True, state_dtype=state_dtype)
+        found = plan(module, torch.zeros(2, 64), 2, training=training, precision="bf16-true", tuning=tuning)
+        assert found.roles["master_shard"] == found.roles["gradient"] == unit
+        assert found.roles["compute_shard"] == 0
+        assert found.roles["optimizer_state"] == states + 2 * 4
+        assert found.temporary == 0
+    with pytest.raises(UnsupportedError, match="trained ones are: float32. Pass precision='bf16-true'"):
+        plan(module, torch.zeros(2, 64), 2, training=training, tuning=Tuning(bf16_stochastic_round=True))
+
+
+def test_a_plan_counts_temporary_memory_only_of_an_optimizers_own_steps() -> None:
+    module, batch = nn.Linear(64, 64, bias=False), torch.zeros(2, 64)
+
+    def temporary(make: Any, **options: Any) -> int:
+        return plan(module, batch, 2, training=Training(lambda m, x: m(x).sum(), make), **options).temporary
+
+    aliased = Tuning(grad_aliasing=True)
+    assert temporary(torch.optim.AdamW) == temporary(torch.optim.AdamW, tuning=aliased) == 0
+    assert temporary(torch.optim.AdamW, cuda_graphs=False) > 0
+    dampened = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    assert temporary(dampened, tuning=aliased) - temporary(dampened) == 4 * 2048  # gradients in float32
 
 
 def test_a_plan_counts_it_by_the_option() -> None:
@@ -122,3 +151,17 @@ def test_packed_frozen_weights_count_by_their_words() -> None:
         assert saved == pytest.approx(256 * 256 * 4 - packed_words(256, 256, kind) * 4, abs=128)
         assert plain["compute_shard"] - roles["compute_shard"] == 256 * 256 * 2
     assert len({found.parameters for found in plans}) == 1
+
+
+def test_frozen_weights_are_neither_reduced_nor_stepped_and_packed_ones_gather_fewer_bytes() -> None:
+    module = nn.Sequential(nn.Linear(4096, 4096, bias=False).requires_grad_(False), nn.Linear(4096, 8, bias=False))
+    loss = Training(loss=lambda net, batch: net(batch).sum())
+    frozen, packed = (
+        plan(module, torch.zeros(4, 4096), 2, training=loss, frozen_dtype=kind).seconds for kind in (None, "nf4")
+    )
+    trained = plan(module.requires_grad_(True), torch.zeros(4, 4096), 2, training=loss).seconds
+    assert frozen is not None
+    assert packed is not None
+    assert trained is not None
+    assert frozen.optimizer == packed.optimizer < 0.2 * trained.optimizer
+    assert packed.exposed < 0.6 * frozen.exposed < 0.6 * trained.exposed

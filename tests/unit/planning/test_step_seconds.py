@@ -25,7 +25,8 @@ def _estimate(
         "wire_dtype": bf16,
     }
     config = SimpleNamespace(tuning=tuning, **given | more)
-    cuts = [SimpleNamespace(numel=PARAMETERS, layout=SimpleNamespace(numel=PARAMETERS))]
+    layout = SimpleNamespace(numel=PARAMETERS)
+    cuts = [SimpleNamespace(numel=PARAMETERS, layout=layout, trained=True, unpacked=None)]
     step = SimpleNamespace(forward_s=compute_s / 3, backward_s=compute_s * 2 / 3)
     return step_seconds(step, cuts, config, Cluster(find_device("H200"), ranks, ranks_per_host), accumulate)  # type: ignore[arg-type]
 

@@ -181,7 +181,7 @@ def test_a_refused_step_does_not_end_the_one_that_goes_on() -> None:
     assert bench.log == []
     assert bench.cycle.state is State.STEP
     bench.do("end a")
-    assert bench.log == ["expire_compute_shards", "end_writing"]
+    assert bench.log == ["expire_compute_shards", "end_step forward_follows", "end_writing"]
 
 
 def test_a_reset_drops_a_backward_before_what_it_brought_could_be_written() -> None:
@@ -223,7 +223,10 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         ("end a", ["end_writing"]),
         (
             "eval_step",
-            ["finalize_layout", "release_memory", "sync_user_writes", "expire_compute_shards", "before_forward"],
+            [
+                *("finalize_layout", "release_memory", "sync_user_writes", "expire_compute_shards"),
+                *("before_evaluation", "before_forward"),
+            ],
         ),
         ("after_eval", ["sync_user_writes forget"]),
         ("reset", ["reset", "abort", "sync_user_writes forget", "drop", "reset"]),
@@ -256,7 +259,7 @@ def test_a_rank_without_a_backward_ends_one_with_the_others(events: tuple[str, .
 def test_copies_are_void_after_a_step_and_only_then() -> None:
     bench = Bench().run("begin a")
     bench.log.clear()
-    assert bench.run("end a").log == ["expire_compute_shards", "end_writing"]
+    assert bench.run("end a").log == ["expire_compute_shards", "end_step forward_follows", "end_writing"]
     bench.log.clear()
     assert bench.run("end a").log == ["end_writing"]
 
