@@ -7,74 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.report.engine_report import startup_summary
+from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, loss_of
 from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.ranks.pool import Ranks
 
-STEPS, ACCUMULATE, CLIP = 3, 2, 0.5
-FP8_LAYERS = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "frozen", "shared")
 REASONS = {
     "tokens.weight": "an embedding reads the weight",
     "router.weight": "24 outputs, not a multiple of 16",
     "kept.weight": "excluded by fp8_exclude",
 }
-OPTIONS: dict[str, Any] = {
-    "linear_dtype": "fp8",
-    "fp8_min_gain": 0,
-    "fp8_exclude": ("kept.*",),
-    "compute_dtype": torch.bfloat16,
-    "reduce_dtype": torch.float32,
-}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    """Has a checkpointed layer, a frozen one, one that is called twice, a tied head and layers that stay in bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.frozen, self.shared = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
-        self.router, self.kept = nn.Linear(32, 24, bias=False), nn.Linear(32, 32)
-        self.head = nn.Linear(32, 64, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        x = checkpoint(self.blocks[0], x, use_reentrant=False)
-        x = self.blocks[1](x)
-        x = x + self.shared(self.frozen(F.silu(self.shared(x))))
-        x = self.kept(x) * self.router(x).mean(-1, keepdim=True)
-        return self.head(x)
-
-
-def batch(index: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(index))
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-
-def loss_of(model: nn.Module, index: int) -> Tensor:
-    ids, targets = batch(index)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # it would add gradients up in bfloat16
-        return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
 
 
 def train(backend: str = "aot_eager", **options: Any) -> dict[str, Any]:

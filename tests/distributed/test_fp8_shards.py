@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.sharding.param_record import Role
-from tests.distributed.test_fp8 import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, loss_of
+from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, loss_of
 from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params

@@ -13,7 +13,7 @@ from lightning_zero.compile.fx_utils import find_calls, gathers, weight_name
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
 from lightning_zero.config import CompileConfig
 from lightning_zero.native.ops import OPS
-from tests.unit.compile.fp8.test_fp8_products import BF16, Layers, called, cast
+from tests.unit.compile.fp8.linear_graphs import BF16, Layers, called, cast
 from tests.unit.compile.graphs import aten
 
 E4M3 = torch.float8_e4m3fn
