@@ -97,7 +97,7 @@ def iterate_in_half(batches: Sequence[Tensor], coefficients: Coefficients, steps
     left = steps
     for iterations in iterations_per_gram(rows, columns, coefficients, steps):
         left -= iterations
-        factor = _factor(_gram_matrices(xs, min(rows, columns)), coefficients, iterations)
+        factor = _factor([_gram_matrices(xs, min(rows, columns))], coefficients, iterations)
         factors = factor.split([len(x) for x in xs])
         xs = [_multiply(x, part, 1.0 if left else 1 / SCALE) for x, part in zip(xs, factors, strict=True)]
         del factor, factors  # bounds the memory, see newton_schulz_workspace
@@ -136,8 +136,12 @@ def _multiply(x: Tensor, factor: Tensor, alpha: float) -> Tensor:
     return torch.baddbmm(x.new_empty(()), first, second, beta=0.0, alpha=alpha)
 
 
-def _factor(gram: Tensor, coefficients: Coefficients, iterations: int) -> Tensor:
-    """Return the matrices by which iterations multiply those with these Gram matrices."""
+def _factor(grams: list[Tensor], coefficients: Coefficients, iterations: int) -> Tensor:
+    """Return the matrices by which iterations multiply those with these Gram matrices, of which the list has one batch.
+
+    The list is emptied. If Dynamo evaluates frames, a caller holds arguments until the call returns.
+    """
+    gram = grams.pop()
     a, b, c = coefficients
     factor = None
     for number in range(iterations):
