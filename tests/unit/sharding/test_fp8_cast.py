@@ -13,5 +13,6 @@ def test_one_kernel_casts_as_eager_ops_do() -> None:
         cast(rows, scales, numbers, out)
         cast_rows(rows, scales, numbers, expected)
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-        assert torch.equal(expected.float(), (rows * scales[numbers, None]).to(expected.dtype).float())
+        rounded = (rows * scales[numbers, None]).to(expected.dtype)
+        assert torch.equal(expected.view(torch.uint8), rounded.view(torch.uint8))  # NaN where an older torch overflows
         rows.mul_(2)
