@@ -137,9 +137,9 @@ def _multiply(x: Tensor, factor: Tensor, alpha: float) -> Tensor:
 
 
 def _factor(grams: list[Tensor], coefficients: Coefficients, iterations: int) -> Tensor:
-    """Return the matrices by which iterations multiply those with these Gram matrices, of which the list has one batch.
+    """Return the matrices by which iterations multiply those with these Gram matrices.
 
-    The list is emptied. If Dynamo evaluates frames, a caller holds arguments until the call returns.
+    The list has one batch and is emptied: if Dynamo evaluates frames, a caller holds arguments until the call returns.
     """
     gram = grams.pop()
     a, b, c = coefficients
