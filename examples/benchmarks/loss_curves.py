@@ -11,7 +11,6 @@ reported.
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -25,11 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from compare.baselines import zero_strategy
 from lightning_zero.cli.models import Decoder
 from muon_curve import SIZES as SMALL
-from muon_curve import WARM_SHARE, draw, make_loader, smooth, write_csv
+from muon_curve import draw, make_loader, make_trainer, rate_factor, smooth, write_csv
 
 # Width, layers, heads and hidden width. "1b" has 1.36 billion parameters.
 SIZES = SMALL | {"1b": (2048, 24, 16, 5632)}
-RATE, LAST_FACTOR = 3e-4, 0.1
+RATE = 3e-4
 PRECISION = {"bf16 weights": "bf16-true", "bf16 weights, to the nearest": "bf16-true"}  # others are bf16-mixed
 OPTIONS = {
     "bf16": [],
@@ -57,14 +56,11 @@ class Module(L.LightningModule):
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.factor), "interval": "step"},
+            "lr_scheduler": {
+                "scheduler": LambdaLR(optimizer, lambda step: rate_factor(step, self.steps)),
+                "interval": "step",
+            },
         }
-
-    def factor(self, step: int) -> float:
-        """Rise to the full rate, then fall to a tenth of it by a cosine."""
-        warm = max(1, int(WARM_SHARE * self.steps))
-        done = max(0, step - warm) / max(1, self.steps - warm)
-        return min((step + 1) / warm, LAST_FACTOR + (1 - LAST_FACTOR) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def train(arguments: argparse.Namespace) -> list[float]:
@@ -72,18 +68,11 @@ def train(arguments: argparse.Namespace) -> list[float]:
     torch.manual_seed(arguments.seed)
     module = Module(Decoder(*SIZES[arguments.size]), arguments.steps)
     arguments.seed += arguments.way == "other batches"
-    trainer = L.Trainer(
-        strategy=zero_strategy(arguments.strategy, OPTIONS[arguments.way]),
-        devices=1,
+    trainer = make_trainer(
+        zero_strategy(arguments.strategy, OPTIONS[arguments.way]),
+        arguments.steps,
         precision=PRECISION.get(arguments.way, "bf16-mixed"),
         gradient_clip_val=1.0,
-        max_epochs=1,
-        limit_train_batches=arguments.steps,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, make_loader(arguments))
     return torch.stack([loss.float() for loss in module.losses]).tolist()

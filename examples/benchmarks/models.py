@@ -95,7 +95,7 @@ class Module(L.LightningModule):
 
 
 class PeerModule(Module):
-    """The same for other strategies. This one has no hooks that read gradients, as most users' modules."""
+    """Clip gradients for other strategies. `Module` has no such hook, like most users' modules."""
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
         if ARGS.strategy != "ddp":
@@ -105,7 +105,7 @@ class PeerModule(Module):
 
 
 class GraphModule(PeerModule):
-    """The same with forward and backward in one CUDA graph."""
+    """Replay forward and backward as one CUDA graph."""
 
     def __init__(self, architecture: Architecture, sizes: Sizes) -> None:
         super().__init__(architecture, sizes)

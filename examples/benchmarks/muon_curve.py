@@ -65,11 +65,15 @@ def make_optimizers(model: Decoder) -> list[torch.optim.Optimizer]:
     ]
 
 
-def set_rates(optimizers: list[Any], step: int, steps: int) -> None:
+def rate_factor(step: int, steps: int) -> float:
     """Rise to the full rate, then fall to a tenth of it by a cosine."""
     warm = max(1, int(WARM_SHARE * steps))
     done = max(0, step - warm) / max(1, steps - warm)
-    factor = min((step + 1) / warm, LAST_FACTOR + (1 - LAST_FACTOR) * (1 + math.cos(math.pi * done)) / 2)
+    return min((step + 1) / warm, LAST_FACTOR + (1 - LAST_FACTOR) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def set_rates(optimizers: list[Any], step: int, steps: int) -> None:
+    factor = rate_factor(step, steps)
     for optimizer, rate in zip(optimizers, (MUON_LR, ADAMW_LR), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate * factor
@@ -117,21 +121,23 @@ class Module(L.LightningModule):
         return make_optimizers(self.net)
 
 
+def make_trainer(strategy: Any, steps: int, **options: Any) -> L.Trainer:
+    """Return a Trainer of one device that makes `steps` steps and prints nothing."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(
+        strategy=strategy,
+        devices=1,
+        max_epochs=1,
+        limit_train_batches=steps,
+        use_distributed_sampler=False,
+        **{"precision": "bf16-mixed"} | quiet | options,
+    )
+
+
 def ours(arguments: argparse.Namespace) -> tuple[Losses, float]:
     timer = Timer(arguments.steps)
     module = Module(make_model(arguments.size, arguments.seed), arguments.steps, timer)
-    trainer = L.Trainer(
-        strategy=arguments.strategy,
-        devices=1,
-        precision="bf16-mixed",
-        max_epochs=1,
-        limit_train_batches=arguments.steps,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(arguments.strategy, arguments.steps)
     trainer.fit(module, make_loader(arguments))
     return module.losses, timer.seconds()
 
