@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_zero.compat.lookup import Absent, find, private
-from lightning_zero.compat.modules import skip_code
+from lightning_zero.compat.lookup import find, private
+from lightning_zero.compat.modules import skip_frame
 from lightning_zero.compat.patches import Patch
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compat.versions import minor
@@ -105,7 +105,7 @@ def _dispatch(function: Callable[..., Any]) -> Callable[..., Any]:
             return handle_torch_function(dispatch, values, *args, **kwargs)
         return function(*args, **kwargs)
 
-    _skip_frame(dispatch)
+    skip_frame(dispatch)  # a builtin has no frame: Dynamo would compile this one where eager code calls it
     return dispatch
 
 
@@ -117,11 +117,5 @@ def _check_first(function: Callable[..., Any], name: str, check: ArgumentCheck) 
         return function(*check(name, args), **kwargs)
 
     check_first._checks = True  # type: ignore[attr-defined]
-    _skip_frame(check_first)
+    skip_frame(check_first)
     return check_first
-
-
-def _skip_frame(function: Any) -> None:
-    # A builtin has no frame. Dynamo would compile the function where its own code or eager code calls it.
-    if not isinstance(skip_code, Absent):
-        skip_code(function.__code__)

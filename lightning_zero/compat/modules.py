@@ -1,6 +1,8 @@
 """Modules and optimizers."""
 
-from lightning_zero.compat.lookup import private
+from typing import Any
+
+from lightning_zero.compat.lookup import Absent, private
 from lightning_zero.compat.patches import Patch
 
 # Suffix of the key under which a state dict stores a module's extra state; weight files have none. (torch 2.11+)
@@ -9,6 +11,13 @@ extra_state_suffix = private("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
 # Has Dynamo skip a function as a frame, but trace it in traced callers, which torch.compiler.disable would forbid.
 # (torch 2.11+)
 skip_code = private("torch._dynamo.eval_frame.skip_code")
+
+
+def skip_frame(function: Any) -> None:
+    """Let Dynamo skip a Python function as a frame, where this torch can."""
+    if not isinstance(skip_code, Absent):
+        skip_code(function.__code__)
+
 
 # Hooks of register_optimizer_step_pre_hook for all optimizers; a step begins after them. (torch 2.11+)
 global_pre_hooks = private("torch.optim.optimizer._global_optimizer_pre_hooks")

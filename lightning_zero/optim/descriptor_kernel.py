@@ -6,10 +6,9 @@ Hopper's copy engine then loads and stores whole blocks. It needs addresses and 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from lightning_zero.optim.symmetric_kernel import Blocks, place_of, programs
+from lightning_zero.optim.symmetric_kernel import Blocks, factor_and_result, place_of, programs
 
 try:
     import triton
@@ -111,11 +110,7 @@ def symmetric_product(
     """
     number, size, inner = x.shape
     blocks = blocks or BLOCKS
-    y = x if y is None else y
-    if out is None:
-        out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
-    assert y.stride() == x.stride(), "the factors of a symmetric product have the same strides"
-    assert out.is_contiguous(), "the kernel stores contiguous matrices"
+    y, out = factor_and_result(x, y, out)
     tall = x.stride(2) != 1
 
     def describe(matrices: Tensor, rows: int) -> TensorDescriptor:

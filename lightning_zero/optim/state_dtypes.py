@@ -81,12 +81,15 @@ def round_state(name: str, value: Tensor, dtype: torch.dtype, noise: Tensor, num
 
 
 def fill_state(tensors: Sequence[Tensor], value: float) -> None:
-    """Set all values of one state, given by its tensor, or by its codes and scales, to ``value``."""
+    """Set all values of one state, given by its tensor, or by its codes and scales, to ``value``.
+
+    Do nothing without tensors.
+    """
     if len(tensors) == 2:
         codes, scales = tensors
         fill_quantized(codes, scales, value)
-    for tensor in tensors if len(tensors) == 1 else ():
-        as_real(tensor).fill_(value)
+    elif tensors:
+        as_real(tensors[0]).fill_(value)
 
 
 def stored_dtypes_by_index(
@@ -102,9 +105,9 @@ def stored_dtypes_by_index(
         rule = rule_for(optimizer, group)
         for param in group["params"]:
             record = find(param)
-            known = () if record is None else (record.layout, param.dtype, state_dtype, round_weights)
-            dtypes = stored_dtypes(rule, *known) if known else {}
-            if record is not None and dtypes:
+            if record is None:
+                continue
+            if dtypes := stored_dtypes(rule, record.layout, param.dtype, state_dtype, round_weights):
                 found[record.index] = dtypes
     return found
 

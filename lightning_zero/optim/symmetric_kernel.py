@@ -126,6 +126,16 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + mirrored, result, mask=inside & (line_of < column_of))
 
 
+def factor_and_result(x: Tensor, y: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the second factor of a symmetric product, and the memory of its result."""
+    if out is None:
+        out = torch.empty(x.size(0), x.size(1), x.size(1), dtype=x.dtype, device=x.device)
+    y = x if y is None else y
+    assert y.stride() == x.stride(), "the factors of a symmetric product have the same strides"
+    assert out.is_contiguous(), "the kernel stores contiguous matrices"
+    return y, out
+
+
 def symmetric_product(
     x: Tensor,
     y: Tensor | None,
@@ -145,13 +155,10 @@ def symmetric_product(
         out: The result's memory, contiguous; None: new memory.
     """
     number, size, inner = x.shape
-    assert y is None or y.stride() == x.stride(), "the factors of a symmetric product have the same strides"
-    if out is None:
-        out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
-    assert out.is_contiguous(), "the kernel stores contiguous matrices"
+    y, out = factor_and_result(x, y, out)
     _upper_blocks[programs(size, blocks.rows), number](
         x,
-        x if y is None else y,
+        y,
         out if base is None else base,
         out,
         size,

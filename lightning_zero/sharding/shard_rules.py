@@ -80,8 +80,9 @@ _OPERATORS = frozenset(
     for prefix in ("", "r", "i")
     for name in words("add sub mul truediv div floordiv mod pow and or xor lshift rshift")
 ) | frozenset(f"__{name}__" for name in words("neg pos abs invert eq ne lt le gt ge"))
-# Compilers see the shard's own shape and storage.
+# Code that reads `param.grad` for its own purposes, not for a user.
 _TRAINING_CODE = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.", "lightning_zero.")
+# Compilers see the shard's own shape and storage.
 _COMPILERS = ("torch._dynamo.", "torch._subclasses.", "torch._functorch._aot_autograd.", "torch._inductor.")
 # Frames between the caller and a rule: torch.compiler.disable and the lookup of __torch_function__.
 _DISPATCH_MODULES = ("torch._dynamo.eval_frame", "torch.overrides", "torch._tensor", "torch._ops")

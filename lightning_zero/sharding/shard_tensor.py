@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import DisableTorchFunctionSubclass, Tensor, nn
 
 from lightning_zero.compat.argument_checks import BROADCAST, TENSOR
-from lightning_zero.compat.lookup import Absent
-from lightning_zero.compat.modules import skip_code
+from lightning_zero.compat.modules import skip_frame
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, as_real
 
@@ -370,8 +369,7 @@ class _ShardMethods:
         return cls._zero_rule_of(func)(func, args, kwargs)
 
 
-if not isinstance(skip_code, Absent):  # eager calls from compiled code
-    skip_code(cast(Any, _ShardMethods.__torch_function__).__func__.__code__)
+skip_frame(cast(Any, _ShardMethods.__torch_function__).__func__)  # eager calls from compiled code
 
 
 class ShardTensor(_ShardMethods, Tensor):

@@ -90,7 +90,7 @@ def test_every_element_is_a_neighbor_of_the_float32_result() -> None:
             down = (exact.view(torch.int32) & ~0xFFFF).view(FP32)  # towards zero
             up = ((exact.view(torch.int32) | 0xFFFF) + 1).view(FP32)
             got = found.shard[: found.layout.numel].float()
-            # Where sums over parameters differ in their last bits, a value next to a bfloat16 one may, too.
+            # Sums over parameters may differ in their last bits, and with them a value next to a bfloat16 one.
             between = (got == down) | (got == up) | ((got - exact).abs() < 1e-6 * exact.abs())
             assert between.all(), (name, found.name)
             if found.param.dim() == 2:

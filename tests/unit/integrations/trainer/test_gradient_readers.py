@@ -1,4 +1,4 @@
-"""Which modules and callbacks may read gradients."""
+"""Modules and callbacks that may read gradients are found by the names in their code."""
 
 from types import SimpleNamespace
 from typing import Any
