@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.report.engine_report import memory_by_role
-from tests.helpers.sharded import engine_for, whole_params
+from tests.helpers.rounded_training import BF16, FP32, STAGE, STEPS, Sums, make_optimizer, same, train
+from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
-STEPS, STAGE = 6, {1: 3, 2: 2, 3: 1}
-BF16, FP32 = torch.bfloat16, torch.float32
 LARGE, SMALL = (61 * 70, 65 * 64, 4608), (70, 81, 9, 70 * 70, 70)
 SIZES = {  # elements of the parameters, and the unit of their shards
     None: [(numel, 64) for numel in LARGE + SMALL],
@@ -22,98 +20,12 @@ SIZES = {  # elements of the parameters, and the unit of their shards
 }
 
 
-class Sums(nn.Module):
-    """Its gradients are small multiples of 3, which sums and means over 2 and 3 ranks leave exact."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.large, self.small, self.other = nn.Linear(61, 70), nn.Linear(9, 9), nn.Linear(65, 64, bias=False)
-        self.conv = nn.Conv2d(16, 32, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.frozen = nn.Linear(70, 70)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, step: int) -> Tensor:
-        rng = torch.Generator().manual_seed(step)
-        layers: tuple[nn.Linear, ...] = (self.large, self.small, self.other)
-        dtype = torch.float32 if self.large.weight.dtype is FP32 else BF16
-        batches = [torch.randint(-4, 5, (2, layer.in_features), generator=rng).to(dtype) for layer in layers]
-        image = torch.randint(-4, 5, (1, 16, 3, 3), generator=rng).to(dtype)
-        return 6 * self.conv(image).sum() + 6 * sum(
-            (layer(x).sum() for layer, x in zip(layers, batches, strict=True)), torch.zeros((), dtype=dtype)
-        )
-
-
-def make_optimizer(model: Any, kind: str) -> torch.optim.Optimizer:
-    groups = [{"params": [model.large.weight, model.small.weight]}, {"params": [model.large.bias, model.small.bias]}]
-    groups += [{"params": [model.other.weight, model.conv.weight], "lr": 0.01}]
-    if kind == "SGD":
-        return torch.optim.SGD(groups, lr=0.001)
-    if kind == "Muon":
-        matrices = [model.large.weight, model.small.weight, model.other.weight]
-        return torch.optim.Muon(matrices, lr=0.02)
-    return torch.optim.AdamW(groups, lr=0.02)
-
-
-def train(
-    home: str,
-    name: str | None = None,
-    save: bool = False,
-    sharded: bool = True,
-    steps: int = STEPS,
-    kind: str = "AdamW",
-    dtype: torch.dtype = BF16,
-    **options: Any,
-) -> dict[str, Any]:
-    """Train, from the state of file ``name`` if it exists; return weights, full state and the memory of each role."""
-    model: Any = Sums().to(dtype)
-    options = {"bf16_stochastic_round": dtype is BF16, "offload_buffer_mb": 0.02} | options
-    with engine_for(model, "eager", **options) as engine:
-        with engine.registered_parameters():
-            optimizer = make_optimizer(model, kind)
-        engine.optimizers.check(optimizer)
-        engine.optimizers.arrange([optimizer])
-        first = 0
-        if name is not None and not save:
-            path = f"{home}/{name}"
-            loaded: Any = engine.checkpoints.open(path).state() if sharded else torch.load(path, mmap=True)
-            with engine.full_parameters(model):
-                model.load_state_dict({key: value.clone() for key, value in loaded["model"].items()})
-            engine.load_optimizer_state(optimizer, loaded["optimizer"])
-            first = STEPS // 2
-        for step in range(first, steps):
-            for micro_batch in (step, step + 100):
-                with engine.train_step():
-                    loss = model(micro_batch) / 2
-                loss.backward()
-            with engine.optimizers.stepping(optimizer, clip=1e9):
-                optimizer.step()
-            optimizer.zero_grad()
-        weights = whole_params(engine, model)
-        state = engine.optimizer_state(optimizer)
-        if save:
-            engine.checkpoints.save(
-                f"{home}/{name}",
-                {
-                    "model": engine.checkpoints.model_state(True),
-                    "optimizer": engine.checkpoints.optimizer_state(optimizer, True),
-                },
-            )
-            if engine.rank == 0:
-                torch.save({"model": weights, "optimizer": state}, f"{home}/{name}.pt")
-        roles = memory_by_role(engine, [optimizer])
-        dtypes = {key: value.dtype for key, value in optimizer.state.get(model.large.weight, {}).items()}
-        return {"weights": weights, "state": state.get("state", {}), "roles": roles, "dtypes": dtypes}
-
-
 def train_in_turn(home: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [train(home, **job) for job in jobs]
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=0)
-    if found["state"]:  # on rank 0
-        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+    found = []
+    for job in jobs:
+        job = {"dtype": BF16} | job
+        found.append(train(home, **{"bf16_stochastic_round": job["dtype"] is BF16} | job))
+    return found
 
 
 @pytest.mark.parametrize("state_dtype", [None, "8bit"])

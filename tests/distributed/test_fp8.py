@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.report.engine_report import startup_summary
-from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, loss_of
-from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
+from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, evaluate, loss_of, train_plain
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.ranks.pool import Ranks
@@ -44,8 +42,7 @@ def train(backend: str = "aot_eager", **options: Any) -> dict[str, Any]:
                     optimizer.step()
                 optimizer.zero_grad()
         engine.eval_step()
-        with torch.no_grad():
-            losses.append(loss_of(model, 100).item())
+        losses.append(evaluate(model))
         return {
             "losses": losses,
             "params": whole_params(engine, model),
@@ -59,25 +56,8 @@ def train_by_stages() -> list[dict[str, Any]]:
 
 
 def oracle(fp8: bool = True) -> dict[str, Any]:
-    """Train the plain model with the same casts. The first forward of an engine is not compiled."""
-    model = with_fp8_layers(Model(), FP8_LAYERS)
-    optimizer = sgd(model)
-    losses = []
-    try:
-        for index in range(STEPS * ACCUMULATE):
-            Fp8Linear.on = fp8 and index > 0
-            loss = loss_of(model, index)
-            (loss / ACCUMULATE).backward()
-            losses.append(loss.item())
-            if index % ACCUMULATE:
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
-        with torch.no_grad():
-            losses.append(loss_of(model, 100).item())
-    finally:
-        Fp8Linear.on = False
-    return {"losses": losses, "params": {name: p.detach().clone() for name, p in model.named_parameters()}}
+    last = STEPS * ACCUMULATE - 1
+    return train_plain(lambda model, index: [evaluate(model)] if index == last else [], fp8)
 
 
 def reasons(plan: Plan, kind: str) -> dict[str, str]:

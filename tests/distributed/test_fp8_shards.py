@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.sharding.param_record import Role
-from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, loss_of
+from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, evaluate, loss_of, train_plain
 from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
@@ -21,7 +21,6 @@ from tests.ranks.pool import Ranks
 
 SHARDS: dict[str, Any] = OPTIONS | {"fp8_shards": True, "gather_transport": "collective"}
 FP8_WEIGHTS = {f"{layer}.weight" for layer in FP8_LAYERS}
-EVALUATION = 100  # number of the batch
 TRANSPORTS = pytest.mark.parametrize("transport", ["collective", "copy"])
 
 Edit = Callable[[nn.Module], None]
@@ -31,11 +30,6 @@ def enlarge(model: nn.Module) -> None:
     """Write to a weight between steps, far beyond the range of its last factor."""
     with torch.no_grad():
         model.get_submodule("blocks.1.up").weight.mul_(64)  # type: ignore[operator]
-
-
-def evaluate(model: nn.Module) -> float:
-    with torch.no_grad():
-        return loss_of(model, EVALUATION).item()
 
 
 def factors(engine: Engine) -> dict[str, Tensor]:
@@ -90,27 +84,12 @@ def train(edit: Edit | None = None, **options: Any) -> dict[str, Any]:
 
 
 def oracle(edit: Edit | None = None) -> dict[str, Any]:
-    """Train the plain model with the same casts. The first forward of an engine is not compiled."""
-    model = with_fp8_layers(Model(), FP8_LAYERS)
-    optimizer = sgd(model)
-    losses = []
-    Fp8Linear.of_masters = True
-    try:
-        for index in range(STEPS * ACCUMULATE):
-            Fp8Linear.on = index > 0
-            loss = loss_of(model, index)
-            (loss / ACCUMULATE).backward()
-            losses.append(loss.item())
-            if index % ACCUMULATE:
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
-                if edit is not None:
-                    edit(model)
-                losses.append(evaluate(model))
-    finally:
-        Fp8Linear.on = Fp8Linear.of_masters = False
-    return {"losses": losses, "params": {name: p.detach().clone() for name, p in model.named_parameters()}}
+    def after_step(model: nn.Module, index: int) -> list[float]:
+        if edit is not None:
+            edit(model)
+        return [evaluate(model)]
+
+    return train_plain(after_step, of_masters=True)
 
 
 def gathered_bytes(found: dict[str, Any], kind: str) -> dict[str, tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
+from tests.helpers.sharded import sgd
+
 STEPS, ACCUMULATE, CLIP = 3, 2, 0.5
+EVALUATION = 100  # number of the batch
 FP8_LAYERS = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "frozen", "shared")
 OPTIONS: dict[str, Any] = {
     "linear_dtype": "fp8",
@@ -60,3 +65,38 @@ def loss_of(model: nn.Module, index: int) -> Tensor:
     ids, targets = batch(index)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # it would add gradients up in bfloat16
         return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+
+
+def evaluate(model: nn.Module) -> float:
+    with torch.no_grad():
+        return loss_of(model, EVALUATION).item()
+
+
+def train_plain(
+    after_step: Callable[[nn.Module, int], list[float]], fp8: bool = True, of_masters: bool = False
+) -> dict[str, Any]:
+    """Train the plain model with the same casts. The first forward of an engine is not compiled.
+
+    Args:
+        after_step: Returns losses to add, from the model and the number of the micro-batch.
+        fp8: Cast at all.
+        of_masters: Cast master weights, not their compute copies.
+    """
+    model = with_fp8_layers(Model(), FP8_LAYERS)
+    optimizer = sgd(model)
+    losses = []
+    Fp8Linear.of_masters = of_masters
+    try:
+        for index in range(STEPS * ACCUMULATE):
+            Fp8Linear.on = fp8 and index > 0
+            loss = loss_of(model, index)
+            (loss / ACCUMULATE).backward()
+            losses.append(loss.item())
+            if index % ACCUMULATE:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses += after_step(model, index)
+    finally:
+        Fp8Linear.on = Fp8Linear.of_masters = False
+    return {"losses": losses, "params": {name: p.detach().clone() for name, p in model.named_parameters()}}
