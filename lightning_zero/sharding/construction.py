@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.sharding.shard_tensor import is_shard
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.state_dict import StateDictHooks
 
@@ -30,6 +31,12 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
     hooks = torch.nn.modules.module
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        own = module._parameters.get(name)
+        record = None if own is None else sharder.find(own)
+        if record is not None and is_shard(param) and param is not own and param.__dict__["_zero_spec"] is record.spec:
+            # A new parameter of the shard's values, as PEFT makes to cast an adapter.
+            record.param.data = param
+            return record.param.requires_grad_(param.requires_grad)
         index = -1 if param is None else sharder.executor.weights.find_gathered(param)
         if index < 0:
             return None
