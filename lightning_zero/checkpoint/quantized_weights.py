@@ -1,7 +1,7 @@
 """Read weights that bitsandbytes or torchao has quantized as the values that they stand for.
 
-bitsandbytes stores codes under a weight's key, and scales under keys that begin with it. torchao describes its tensors in
-a file's metadata. :func:`dequantized` replaces these keys by one lazily read weight for each.
+bitsandbytes stores codes under a weight's key, and scales under keys that begin with it. torchao describes its tensors
+in a file's metadata. :func:`dequantized` replaces these keys by one lazily read weight for each.
 """
 
 from __future__ import annotations
@@ -87,8 +87,10 @@ def _check(name: str, condition: bool) -> None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return torch.empty(0, dtype=dtype).dtype  # raises TypeError for another attribute of torch
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
 
 
 # -- bitsandbytes
@@ -170,8 +172,8 @@ def _torchao(name: str, kind: str, described: Any, kept: dict[str, CheckpointTen
 
 
 def _scaled_rows(codes: CheckpointTensor, scales: CheckpointTensor, zero: CheckpointTensor | None, step: float) -> Rows:
-    """Read 2-D codes, and for equal rectangles of them scales and codes of zero; return the function that decodes rows."""
-    values, factors = codes.full_tensor(), scales.full_tensor().float() * step
+    """Read 2-D codes, and scales and codes of zero of equal rectangles, and return the function that decodes rows."""
+    values, factors = codes.full_tensor(), scales.full_tensor().float()
     factors = factors if factors.dim() == 2 else factors.view(-1, 1)
     zeros = torch.zeros_like(factors) if zero is None else zero.full_tensor().float().view(factors.shape)
     height, width = (size // max(count, 1) for size, count in zip(values.shape, factors.shape, strict=True))
@@ -179,6 +181,6 @@ def _scaled_rows(codes: CheckpointTensor, scales: CheckpointTensor, zero: Checkp
     def rows(begin: int, end: int) -> Tensor:
         lines = torch.arange(begin, end) // max(height, 1)
         origin, factor = (blocks[lines].repeat_interleave(width, 1) for blocks in (zeros, factors))
-        return (values[begin:end].float() - origin) * factor
+        return (values[begin:end].float() - origin) * factor * step
 
     return rows

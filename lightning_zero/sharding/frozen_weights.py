@@ -112,7 +112,7 @@ def check_not_quantized(name: str, param: Tensor) -> None:
         if package in _QUANTIZERS:
             raise UnsupportedError(
                 f"Parameter {name!r} was quantized by {package} ({kind.__name__}). Its bytes cannot be sharded without "
-                "their scales. Build the model without quantization (leave out quantization_config, or quantize_()), in "
-                "bfloat16, freeze it, and pass ZeroStrategy(frozen_dtype='nf4'). lightning_zero.load_safetensors also "
-                "reads files that were saved quantized."
+                "their scales. Build the model without quantization (leave out quantization_config, or quantize_()), "
+                "in bfloat16, freeze it, and pass ZeroStrategy(frozen_dtype='nf4'). lightning_zero.load_safetensors "
+                "reads files that were saved quantized, too."
             )

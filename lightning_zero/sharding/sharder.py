@@ -422,7 +422,8 @@ def _before_write(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
 
 def _cast(sharder: weakref.ref[Sharder], param: weakref.ref[nn.Parameter], full: Tensor) -> None:
     known, own = sharder(), param()
-    assert known is not None and own is not None
+    assert known is not None
+    assert own is not None
     known._cast(own, full)
 
 
