@@ -172,7 +172,10 @@ def _torchao(name: str, kind: str, described: Any, kept: dict[str, CheckpointTen
 
 
 def _scaled_rows(codes: CheckpointTensor, scales: CheckpointTensor, zero: CheckpointTensor | None, step: float) -> Rows:
-    """Read 2-D codes, and scales and codes of zero of equal rectangles, and return the function that decodes rows."""
+    """Read 2-D codes, and the scales of equal rectangles, and return the function that decodes rows.
+
+    ``zero``: codes of zero of the rectangles; None: 0.
+    """
     values, factors = codes.full_tensor(), scales.full_tensor().float()
     factors = factors if factors.dim() == 2 else factors.view(-1, 1)
     zeros = torch.zeros_like(factors) if zero is None else zero.full_tensor().float().view(factors.shape)

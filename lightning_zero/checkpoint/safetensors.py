@@ -71,7 +71,7 @@ MAX_KEYS_SHOWN = 5  # in a message
 
 
 def open_safetensors(path: str | Path) -> dict[str, CheckpointTensor]:
-    """Return lazily read tensors by key; weights that bitsandbytes or torchao has quantized as their values.
+    """Return lazily read tensors by key, and the values of weights that were saved quantized.
 
     Args:
         path: of a ``.safetensors`` file, of an index, or of a folder with either.

@@ -63,7 +63,7 @@ class FrozenWeights:
             and param.dim() == 2
             and param.is_floating_point()
             and param.itemsize in (2, 4)
-            and len(param) > 0
+            and param.numel() > 0
             and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
         )
 
