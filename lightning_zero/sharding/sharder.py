@@ -308,6 +308,7 @@ class Sharder:
         ShardSpec.unwrap(record.param)
         record.shard.untyped_storage().resize_(0)
         other = make()
+        other.copied = record.copied
         for module, key in owners:
             self.attach(module, key, other)
 
