@@ -15,6 +15,7 @@ from lightning_zero.checkpoint import quantized_weights
 from lightning_zero.checkpoint.safetensors import INDEX, open_safetensors
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.weight_format import WeightFormat
 
 SAMPLES = Path(__file__).parent / "samples" / "quantized"
 FILES = ("bitsandbytes", "torchao")
@@ -46,6 +47,17 @@ def test_each_rank_reads_its_elements(name: str, world_size: int) -> None:
         layout = ShardLayout.from_shape(value.shape, value.dtype, world_size)
         for rank in range(world_size):
             assert torch.equal(layout.part(found[key], rank), layout.part(value, rank)), key
+
+
+def test_frozen_weights_keep_the_codes_of_bitsandbytes() -> None:
+    value = expected("bitsandbytes")["nf4_nested_64.weight"]
+    packing = WeightFormat("nf4", value.shape, value.dtype)
+    packed = packing.encode(value)
+    words = packed[: value.numel() // 8]
+    own = torch.stack([words >> 4 * field & 15 for field in range(8)], 1).view(-1)
+    pairs = load_file(SAMPLES / "bitsandbytes.safetensors")["nf4_nested_64.weight"].view(torch.uint8).view(-1)
+    assert torch.equal(own, torch.stack([pairs >> 4, pairs & 15], 1).view(-1).int())
+    assert (packing.decode(packed) - value).norm() < 0.01 * value.norm()
 
 
 def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
