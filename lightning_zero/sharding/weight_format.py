@@ -5,8 +5,8 @@ because a weight is decoded after its all-gather. :func:`decode` defines the val
 ``dequantize_kernel.py`` computes them. Elsewhere eager code runs the ops of ``decode``, and a graph pass inserts them
 next to the product.
 
-``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4` and an 8-bit code of their absolute maximum, which is the
-code's square times a scale. 256 blocks have one bfloat16 scale. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
+``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4`. Their absolute maximum is the square of an 8-bit code,
+times a bfloat16 scale of 256 blocks. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
 
 Encoding the decoded values again gives the same bytes, also if they were rounded to bfloat16.
 """
@@ -29,8 +29,8 @@ WeightKind = Literal["nf4", "int8"]
 
 BLOCK = 64  # elements with one absolute maximum, as in the QLoRA paper
 SUPERBLOCK = 256  # blocks whose absolute maxima have one scale, as in the QLoRA paper
-# Magnitudes of an int8 code, and codes of an absolute maximum above zero. With at most 7 bits, or 8 bits of a square root,
-# half a step is more than the rounding error of bfloat16, so that values which were rounded to it have the same codes.
+# Magnitudes of an int8 code, and codes of an absolute maximum above zero. With at most 7 bits, or 8 bits of a square
+# root, half a step is more than the rounding error of bfloat16, so values which were rounded to it have the same codes.
 # Maxima are squares so that a block keeps its precision next to one with a maximum 100 times as large.
 LEVELS, MAXIMA = 127, 255
 # Elements that are encoded at once; bounds temporary memory to about 30 times as many bytes. A multiple of the elements
@@ -207,7 +207,10 @@ def _encode_int8(weight: Tensor) -> Tensor:
 
 
 def _levels(values: Tensor, scale: Tensor, most: int = LEVELS, squares: bool = False) -> Tensor:
-    """Return ``values / scale``, or its square root, in whole levels; zero if the scale is zero or not a number."""
+    """Return ``values / scale``, or its square root, in whole levels.
+
+    They are zero if the scale is zero or not a number.
+    """
     scale = torch.where(scale > 0, scale, 1)
     levels = (values / scale).sqrt_() * most if squares else values * most / scale
     levels = levels.round_().clamp_(-most, most)
