@@ -48,6 +48,7 @@ def train(backend: str = "aot_eager", **options: Any) -> dict[str, Any]:
             "params": whole_params(engine, model),
             "plan": engine.session.plans.plan,
             "summary": startup_summary(engine, [optimizer]),
+            "health": None if engine.fp8_health is None else engine.fp8_health.read(),
         }
 
 
@@ -55,9 +56,9 @@ def train_by_stages() -> list[dict[str, Any]]:
     return [train(), train(stage=1)]
 
 
-def oracle(fp8: bool = True) -> dict[str, Any]:
+def oracle(fp8: bool = True, by_row: bool = False) -> dict[str, Any]:
     last = STEPS * ACCUMULATE - 1
-    return train_plain(lambda model, index: [evaluate(model)] if index == last else [], fp8)
+    return train_plain(lambda model, index: [evaluate(model)] if index == last else [], fp8, by_row=by_row)
 
 
 def reasons(plan: Plan, kind: str) -> dict[str, str]:
@@ -67,7 +68,8 @@ def reasons(plan: Plan, kind: str) -> dict[str, str]:
 
 def test_training_equals_an_eager_one_with_the_same_casts(ranks: Ranks) -> None:
     expected = oracle()
-    [one] = ranks.run(1, train, deadline=120.0)
+    [one] = ranks.run(1, train, deadline=120.0, fp8_health_every=1)
+    assert_close_relative(one["health"], expected["health"], 1e-6, atol=1e-12, what="health")
     assert_close_relative(one["losses"], expected["losses"], 1e-6, what="losses")
     assert_close_relative(one["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
     assert expected["losses"][1:] != oracle(fp8=False)["losses"][1:]
@@ -80,6 +82,16 @@ def test_training_equals_an_eager_one_with_the_same_casts(ranks: Ranks) -> None:
         for found in rank:
             assert_close_relative(found["losses"], one["losses"], 1e-6, what="losses")
             assert_close_relative(found["params"], one["params"], 1e-6, atol=1e-8, what="weights")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_with_a_scale_for_each_row_equals_an_eager_one(ranks: Ranks, world_size: int) -> None:
+    expected = oracle(by_row=True)
+    for found in ranks.run(world_size, train, deadline=180.0, fp8_recipe="rowwise", fp8_health_every=1):
+        assert_close_relative(found["losses"], expected["losses"], 1e-6, what="losses")
+        assert_close_relative(found["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
+        assert_close_relative(found["health"], expected["health"], 1e-6, atol=1e-12, what="health")
+        assert f"fp8 rowwise: {len(FP8_LAYERS)} of" in found["summary"]
 
 
 def wrong_device() -> str:
