@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.report.engine_report import startup_summary
 from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, evaluate, loss_of, train_plain
+from tests.helpers.logs import logged
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.ranks.pool import Ranks
@@ -92,6 +95,62 @@ def test_training_with_a_scale_for_each_row_equals_an_eager_one(ranks: Ranks, wo
         assert_close_relative(found["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
         assert_close_relative(found["health"], expected["health"], 1e-6, atol=1e-12, what="health")
         assert f"fp8 rowwise: {len(FP8_LAYERS)} of" in found["summary"]
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).square())
+
+
+FAULT, AFTER = 3, 2  # optimizer step, counted from 1, and steps after it
+
+
+def train_with_a_fault(where: str, every: int) -> dict[str, Any]:
+    """Make one rank's activations or gradients infinite in one step. Return norms, warnings and first matrices."""
+    model, norms = Squares(), []
+    options = OPTIONS | {"fp8_health_every": every, "emulate_cuda_graph_model": True}
+    with engine_for(model, **options) as engine, logged("lightning_zero.sharding.fp8_health") as lines:
+        optimizer = sgd(model)
+        for step in range(1, FAULT + AFTER + 1):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+            faulty = step == FAULT and engine.rank == engine.world_size - 1
+            with engine.train_step(), torch.autocast("cpu", torch.bfloat16):
+                loss = model(x * (1e25 if faulty and where == "forward" else 1)).float().mean()
+            (loss * (float("inf") if faulty and where == "backward" else 1)).backward()
+            with engine.optimizers.stepping(optimizer, clip=CLIP) as norm:
+                optimizer.step()
+            assert norm is not None
+            norms.append(norm.item())
+            optimizer.zero_grad()
+        assert engine.fp8_health is not None
+        engine.fp8_health.read()
+        return {"norms": norms, "lines": lines, "nonfinite": engine.fp8_health.nonfinite}
+
+
+@pytest.mark.parametrize(
+    ("where", "every", "first"),
+    [("forward", 1, ["down.weight/input"]), ("backward", 5, [f"{n}.weight/output_gradient" for n in ("down", "up")])],
+)
+def test_infinity_on_one_rank_reaches_the_norm_and_is_named(
+    ranks: Ranks, where: str, every: int, first: list[str]
+) -> None:
+    found = ranks.run(2, train_with_a_fault, where, every, deadline=120.0)
+    for rank, result in enumerate(found):
+        finite = [math.isfinite(norm) for norm in result["norms"]]
+        assert finite == [step < FAULT for step in range(1, FAULT + AFTER + 1)]
+        # The other rank's matrices are infinite or NaN after the optimizer has written the weights.
+        expected = first if rank == 1 else ["up.weight/weight"]
+        assert [*result["nonfinite"]][: len(expected)] == expected
+        step = result["nonfinite"][expected[0]]
+        assert step == FAULT + (rank == 0)
+        [line] = result["lines"]
+        assert f"on rank {rank}, since optimizer step {step}" in line
+        assert f"first in {expected[0]}" in line
 
 
 def wrong_device() -> str:
