@@ -94,7 +94,7 @@ class EngineIntrospectionMixin:
         return self._require_engine().session.plans.plan
 
     def fp8_health(self) -> dict[str, float]:
-        """Return this rank's amax, underflow and overflow of fp8 matrices, with ``fp8_health_every``; else ``{}``.
+        """Return this rank's amax, underflow and overflow of fp8 matrices; ``{}`` without ``fp8_health_every``.
 
         They are the largest numbers of the last reported steps, by name, such as ``"layer.weight/input_amax"``.
         """

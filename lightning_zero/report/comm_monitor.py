@@ -46,7 +46,7 @@ class CommMonitor(Callback):
       allocator) and so on, by role;
     * ``replays/forward_backward``, ``replays/optimizer_step``: 1 if CUDA graphs were replayed in these steps, else 0,
       and one line gives the reason;
-    * ``fp8/LAYER/MATRIX_amax``, ``_underflow`` and ``_overflow`` of fp8 matrices, with ``Tuning(fp8_health_every=...)``.
+    * ``fp8/LAYER/MATRIX_amax``, ``_underflow`` and ``_overflow`` of fp8 matrices, with the option ``fp8_health_every``.
 
     Steps in which something was compiled do not count in times and rates. The numbers are rank 0's.
 

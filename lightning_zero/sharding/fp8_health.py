@@ -1,4 +1,4 @@
-"""Numbers about the fp8 matrices of each layer: amax, and shares of elements that underflow or overflow.
+"""Numbers about each layer's fp8 matrices: amax, and shares of elements that underflow or overflow.
 
 Compiled forwards and backwards raise them in a table at a fixed address, by the op ``fp8_health``. So CUDA graphs do,
 too. :class:`Fp8Health` copies the table to the host after every N optimizer steps and resets it. The host reads a copy
@@ -130,8 +130,8 @@ class Fp8Health:
         names, step = [*self.nonfinite], min(self.nonfinite.values())
         more = f", and {len(names) - MOST_NAMES} more later" if len(names) > MOST_NAMES else ""
         log.warning(
-            "fp8: infinite numbers or NaN on rank %d, since optimizer step %d of this training, first in %s%s. All "
-            "products of these matrices are NaN, and so are the gradient norm and the next weights of all ranks. Load "
+            "fp8: infinite numbers or NaN on rank %d, since optimizer step %d of this training, first in %s%s. "
+            "Products of these matrices have NaN, and so do the gradient norm and the next weights of all ranks. Load "
             "an earlier checkpoint; then lower the learning rate, or keep the layers in 16 bits by fp8_exclude.",
             self._executor.rank,
             step,

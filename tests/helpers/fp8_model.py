@@ -113,4 +113,8 @@ def train_plain(
         for name in FP8_LAYERS
         for key, number in model.get_submodule(name).health.items()
     }
-    return {"health": health, "losses": losses, "params": {name: p.detach().clone() for name, p in model.named_parameters()}}
+    return {
+        "health": health,
+        "losses": losses,
+        "params": {name: p.detach().clone() for name, p in model.named_parameters()},
+    }

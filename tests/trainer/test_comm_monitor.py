@@ -99,7 +99,9 @@ def test_the_health_of_fp8_layers_is_logged(ranks: Ranks) -> None:
     numbers = {f"{matrix}_{number}" for matrix in ("input", "weight", "output_gradient") for number in NUMBERS}
     assert set(health) == {f"{name}/{number}" for number in numbers}
     logged = [values for _, values in first if "comm/gathered_mib" in values]
-    assert [{key for key in values if key.startswith("fp8/")} for values in logged] == 2 * [{f"fp8/{n}" for n in health}]
+    assert [{key for key in values if key.startswith("fp8/")} for values in logged] == 2 * [
+        {f"fp8/{n}" for n in health}
+    ]
     assert logged[-1][f"fp8/{name}/weight_amax"] == pytest.approx(weight, rel=0.2)  # steps of 0.01
 
 

@@ -52,9 +52,9 @@ def insert_health(
 
 
 def insert_shares(call: Callable[..., Node], matrix: Node, scale: Node, dtype: torch.dtype) -> tuple[Node, Node]:
-    """Return the shares, from 0 to 1, of elements that become zero in ``dtype``, and that are infinite or NaN.
+    """Return the share of elements that become zero in ``dtype``, and of those that are infinite or NaN.
 
-    They belong to equally spaced rows. Scales use the whole range, so finite elements do not overflow.
+    Shares are from 0 to 1, and belong to equally spaced rows. Scales use the whole range, so finite elements do not overflow.
 
     Args:
         scale: by which the cast multiplies elements; a number, or of shape (rows, 1) or (1, columns).

@@ -34,7 +34,7 @@ CAST_BYTES_PER_S = 4e12
 # Bytes that a cast moves for each element in each layout: read for the maximum and for the cast, write, and half of it
 # fused with the kernel that computes the matrix.
 CAST_BYTES = 4
-# The same for one scale for each column, counted: no kernel that computes rows can be fused with it.
+# Bytes with a scale for each column, counted: kernels that compute rows cannot be fused with such a cast.
 COLUMN_CAST_BYTES = 5
 # Seconds of a kernel launch in a replayed CUDA graph; a cast adds one for each layout.
 LAUNCH_S = 1e-6

@@ -1,4 +1,4 @@
-"""Replace chosen products by fp8 ones: cast both operands, each with its scale or scales, and multiply.
+"""Replace chosen products by fp8 ones: cast both operands, each with its scales, and multiply.
 
 A cast is a few elementwise ops and a maximum, which Inductor fuses with the kernel that computes the matrix. With one
 scale for each matrix, an operand that two products read is cast once. With one for each row or column, an operand is
@@ -101,7 +101,7 @@ _Key = tuple[Node, torch.dtype, tuple[int, ...]]
 
 
 class _Fp8Matrix(NamedTuple):
-    """A matrix in fp8, and the number or numbers by which elements are multiplied to get the original ones."""
+    """A matrix in fp8, and the numbers by which its elements are multiplied to get the original ones."""
 
     node: Node
     inverse_scale: Node
