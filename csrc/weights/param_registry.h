@@ -91,7 +91,7 @@ struct ParamRecord {
   // weights/compute_shards.h.
   ShardCopy fp8_shard;
   at::Tensor fp8_factor;  // a float32 number; undefined if no graph may gather the weight in fp8
-  at::Tensor fp8_health;  // numbers of the layer's fp8 matrices, one row for each; undefined without the option
+  at::Tensor fp8_health;  // numbers of the layer's fp8 matrices, by row; undefined without the option
   std::set<at::ScalarType> gathered_in;  // dtypes in which compiled code gathered the weight
   std::vector<at::Tensor> shards;        // of every rank of the host, with an epoch lock
   CachedWeight cached;

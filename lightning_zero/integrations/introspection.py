@@ -94,9 +94,10 @@ class EngineIntrospectionMixin:
         return self._require_engine().session.plans.plan
 
     def fp8_health(self) -> dict[str, float]:
-        """Return this rank's amax, underflow and overflow of fp8 matrices; ``{}`` without ``fp8_health_every``.
+        """Return this rank's amax, underflow and overflow of fp8 matrices.
 
-        They are the largest numbers of the last reported steps, by name, such as ``"layer.weight/input_amax"``.
+        Empty without ``fp8_health_every``. Numbers are the largest of the last reported steps, by name, such as
+        ``"layer.weight/input_amax"``.
         """
         health = self._require_engine().fp8_health
         return {} if health is None else health.read()

@@ -54,7 +54,8 @@ def insert_health(
 def insert_shares(call: Callable[..., Node], matrix: Node, scale: Node, dtype: torch.dtype) -> tuple[Node, Node]:
     """Return the share of elements that become zero in ``dtype``, and of those that are infinite or NaN.
 
-    Shares are from 0 to 1, and belong to equally spaced rows. Scales use the whole range, so finite elements do not overflow.
+    Shares are from 0 to 1, and belong to equally spaced rows. Scales use the whole range, so finite elements do not
+    overflow.
 
     Args:
         scale: by which the cast multiplies elements; a number, or of shape (rows, 1) or (1, columns).

@@ -130,7 +130,7 @@ def _decline_by_cost(choices: Sequence[Choice], rules: ChoiceRules) -> list[Choi
     for choice in choices:
         if choice.is_fp8:
             product = choice.product
-            saved[product.shard] += saved_seconds(*map(size_hint, product.sizes), _flops_per_s(product, rules.by_row))
+            saved[product.shard] += _saved_seconds(product, rules.by_row)
             paid[product.shard] += sum(
                 _cast_seconds(operand, rules.by_row) / layouts[operand] for operand in _layouts(product)
             )
@@ -147,15 +147,13 @@ def _layouts(product: LinearProduct) -> tuple[Operand, Operand]:
     return product.left, Operand(product.right.source, not product.right.transposed)
 
 
-def _flops_per_s(product: LinearProduct, by_row: bool) -> float:
-    if not by_row:
-        return FP8_FLOPS_PER_S
-    return ROWWISE_FLOPS_PER_S if product.kind == "forward" else ROWWISE_GRADIENT_FLOPS_PER_S
-
-
-def saved_seconds(m: int, k: int, n: int, fp8_flops_per_s: float) -> float:
+def _saved_seconds(product: LinearProduct, by_row: bool) -> float:
     """Return the seconds by which a product is faster in fp8, without casts."""
-    return 2.0 * m * k * n * (1 / BF16_FLOPS_PER_S - 1 / fp8_flops_per_s)
+    m, k, n = map(size_hint, product.sizes)
+    fp8 = FP8_FLOPS_PER_S
+    if by_row:
+        fp8 = ROWWISE_FLOPS_PER_S if product.kind == "forward" else ROWWISE_GRADIENT_FLOPS_PER_S
+    return 2.0 * m * k * n * (1 / BF16_FLOPS_PER_S - 1 / fp8)
 
 
 def _cast_seconds(operand: Operand, by_row: bool) -> float:
