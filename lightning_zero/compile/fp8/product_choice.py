@@ -93,6 +93,8 @@ def choose_products(graph: Graph, rules: ChoiceRules) -> list[Choice]:
             reason = "an embedding reads the weight"
         elif product.shard in heads:
             reason = "the output head"
+        elif any(type(size) is int and size == 0 for size in product.sizes):
+            reason = "no elements"
         elif (size := _misaligned_size(product)) is not None:
             reason = f"{size}, not a multiple of {ALIGNMENT}"
         choices.append(Choice(product, reason))
@@ -117,7 +119,7 @@ def _misaligned_size(product: LinearProduct) -> str | None:
     for name, size in named.items():
         if type(size) is not int:
             return f"a changing number of {name}"
-        if size % ALIGNMENT or not size:
+        if size % ALIGNMENT:
             return f"{size} {name}"
     return None
 

@@ -64,6 +64,8 @@ def test_sizes_that_do_not_fit_are_named() -> None:
     # The tokens are contracted in the weight's gradient only.
     found = reasons(Layers(40, 32).linear("a", 32).done())
     assert found == {"net.a weight_gradient": "40 tokens, not a multiple of 16"}
+    # Nothing is the largest of no elements.
+    assert set(reasons(Layers(0, 32).linear("a", 32).done()).values()) == {"no elements"}
 
 
 def test_layers_stay_in_16_bits_by_name_and_by_product() -> None:
@@ -112,6 +114,24 @@ def test_an_operand_of_several_products_is_cast_once() -> None:
     assert len(fp8) == 6
     # Transposed copies: of both activations, both gradients and both weights.
     assert len(called(graph, aten.clone.default)) == 6
+
+
+def test_layers_of_one_3d_activation_share_its_cast_and_its_cost() -> None:
+    """Each of them flattens and casts the activation by nodes of its own."""
+
+    def graph() -> Graph:
+        layers = Layers(1, 1)
+        b = layers.builder
+        x, outputs = b.input("x", 2, 1024, 1024), []
+        for name in "qkv":
+            _, weight = layers.weight(name, 1024, 1024)
+            rows = b.call(aten.view.default, b.call(cast, x, BF16), [2048, 1024])
+            outputs.append(b.call(aten.mm.default, rows, b.call(aten.t.default, weight)))
+        return b.done(*outputs, outputs[0])
+
+    assert len(called(converted(graph()), aten.amax.default)) == 4  # of three weights and one activation
+    products = find_products(graph())
+    assert len({product.left for product in products}) == 1
 
 
 def test_on_a_gpu_operands_have_the_layout_of_scaled_products() -> None:
