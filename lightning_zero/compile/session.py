@@ -374,8 +374,8 @@ class CompiledStepHooks:
             if (fp8_shards := self._find_fp8_shards()) is not None and fp8_shards.before_forward():
                 self._cuda_graphs.drop()  # they cast master shards
             self._executor.weights.refresh_compute_shards()
-            if (fp8_health := self._find_fp8_health()) is not None:
-                fp8_health.before_forward()
+            if (fp8_health := self._find_fp8_health()) is not None and fp8_health.before_forward():
+                self._cuda_graphs.drop()
         used = config.compute_dtype if config.compiled.enabled else None  # eager code casts after it reads
         kept = self.session.next_pass()
         self.sharder.memory.cache_unsharded(used, small_weight_bytes(config.compiled), kept)

@@ -50,11 +50,15 @@ class Fp8Health:
         self.nonfinite: dict[str, int] = {}
 
     @torch.inference_mode(False)
-    def before_forward(self) -> None:
-        """Give each matrix of parameters a place in the table."""
+    def before_forward(self) -> bool:
+        """Give each matrix of parameters a place in the table.
+
+        Returns:
+            True if graphs raise numbers in other memory from now on.
+        """
         found = [record for record in self._all_records.live if len(record.shape) > 1]
         if [record.index for record in found] == [record.index for record in self._records]:
-            return
+            return False
         self._records = found
         device = self._executor.device
         self._table = torch.full((len(found), len(MATRICES), len(NUMBERS) + 1), UNKNOWN, device=device)
@@ -62,6 +66,7 @@ class Fp8Health:
         self._copy = None
         for record, rows in zip(found, self._numbers.unbind(), strict=True):
             self._executor.parameters.set_fp8_health(record.index, rows)
+        return True
 
     @property
     def _numbers(self) -> Tensor:
@@ -129,7 +134,9 @@ class Fp8Health:
         }
         names, step = [*self.nonfinite], min(self.nonfinite.values())
         more = f", and {len(names) - MOST_NAMES} more later" if len(names) > MOST_NAMES else ""
-        log.warning(
+        # All ranks gather the same weights.
+        log.log(
+            logging.DEBUG if self._executor.rank and names[0].endswith("/weight") else logging.WARNING,
             "fp8: infinite numbers or NaN on rank %d, since optimizer step %d of this training, first in %s%s. "
             "Products of these matrices have NaN, and so do the gradient norm and the next weights of all ranks. Load "
             "an earlier checkpoint; then lower the learning rate, or keep the layers in 16 bits by fp8_exclude.",
