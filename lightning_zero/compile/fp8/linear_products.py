@@ -149,7 +149,7 @@ def _static_numel(value: Tensor) -> int | None:
 
 
 def _is_plain(node: Node) -> bool:
-    """Return True for matrices of one floating-point dtype, without factors in ``addmm`` or an expanded bias."""
+    """Return True for matrices of one dtype, without factors in ``addmm`` or an expanded bias."""
     if node.kwargs:
         return False
     values = [arg.meta.get("val") for arg in node.args if isinstance(arg, Node)]
