@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.report.engine_report import startup_summary
 from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, evaluate, loss_of, train_plain
+from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
 from tests.helpers.logs import logged
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
@@ -95,6 +99,44 @@ def test_training_with_a_scale_for_each_row_equals_an_eager_one(ranks: Ranks, wo
         assert_close_relative(found["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
         assert_close_relative(found["health"], expected["health"], 1e-6, atol=1e-12, what="health")
         assert f"fp8 rowwise: {len(FP8_LAYERS)} of" in found["summary"]
+
+
+class Expert(nn.Module):
+    """Has a layer that computes the rows with a large first element, of which there may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.expert, self.last = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, rows = self.first(x), (x[:, 0] > 1).nonzero().squeeze(1)
+        return self.last(hidden.index_add(0, rows, self.expert(hidden[rows])))
+
+
+def expert_losses(model: nn.Module, step: Callable[[int], AbstractContextManager[Any]]) -> list[float]:
+    losses = []
+    for index, largest in enumerate((5.0, 5.0, 1.0, 5.0)):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(index)).clamp(max=largest)
+        with step(index), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def train_an_expert() -> tuple[list[float], Plan]:
+    model = Expert()
+    with engine_for(model, **OPTIONS) as engine, patch("torch._dynamo.config.capture_dynamic_output_shape_ops", True):
+        return expert_losses(model, lambda _: engine.train_step()), engine.session.plans.plan
+
+
+def test_a_layer_that_may_get_no_rows_stays_in_16_bits(ranks: Ranks) -> None:
+    model = with_fp8_layers(Expert(), ("first", "last"))
+    expected = expert_losses(model, lambda index: patch.object(Fp8Linear, "on", index > 0))
+    [(losses, plan)] = ranks.run(1, train_an_expert, deadline=120.0)
+    assert_close_relative(losses, expected, 1e-6, what="losses")
+    assert reasons(plan, "forward") == {"expert.weight": "sizes that depend on values, and may be 0"}
 
 
 class Squares(nn.Module):

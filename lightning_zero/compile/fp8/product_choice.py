@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from lightning_zero.compile.fp8.linear_products import (
     LinearProduct,
@@ -95,6 +96,8 @@ def choose_products(graph: Graph, rules: ChoiceRules) -> list[Choice]:
             reason = "the output head"
         elif any(type(size) is int and size == 0 for size in product.sizes):
             reason = "no elements"
+        elif any(free_unbacked_symbols(size) for size in product.sizes):
+            reason = "sizes that depend on values, and may be 0"
         elif (size := _misaligned_size(product)) is not None:
             reason = f"{size}, not a multiple of {ALIGNMENT}"
         choices.append(Choice(product, reason))
