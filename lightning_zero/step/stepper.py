@@ -23,6 +23,7 @@ from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import all_reduce_sum
 from lightning_zero.optim.matrix_exchange import MatrixGroup
+from lightning_zero.optim.state_dtypes import NO_ROUNDING, Rounding
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
@@ -130,8 +131,6 @@ class OptimizerStepper:
         capture: ``"auto"`` or True: capture if possible; False: never.
         emulate: Debugging: compute on any device as a captured step does, without a graph.
         host: Host memory of shard-sized state; None keeps it on the shards' device.
-        state_dtype: The option of this name.
-        round_weights: The option ``bf16_stochastic_round``.
         matrix_bucket_bytes: See :class:`~lightning_zero.optim.step_kernel.StepKernel`.
 
     Attributes:
@@ -145,9 +144,8 @@ class OptimizerStepper:
         capture: bool | str = "auto",
         emulate: bool = False,
         host: StateOnHost | None = None,
-        state_dtype: str | None = None,
+        rounding: Rounding = NO_ROUNDING,
         matrix_bucket_bytes: int = 1 << 28,
-        round_weights: bool = False,
     ) -> None:
         device = sharder.executor.device
         self._sharder, self._weights = sharder, sharder.executor.weights
@@ -157,7 +155,7 @@ class OptimizerStepper:
         self._checked_steps = 0
         self._check: ElementwiseCheck | None = None
         self._reads_shapes = False
-        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, state_dtype, round_weights)
+        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, rounding)
         self.eager_reason = reason_not_captured(optimizer, device, capture, emulate)
         self._agreement = MatrixAgreement(optimizer, sharder)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
@@ -177,7 +175,7 @@ class OptimizerStepper:
             self._sum_over_ranks if sharder.mesh.shard_group.size > 1 else None,
         )
         # The first runner that can step a layout is used.
-        in_chunks = host is not None or state_dtype is not None
+        in_chunks = host is not None or rounding.state_dtype is not None
         own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if in_chunks else EagerRunner(self._layouts)
         # Also if nothing is captured: a group of matrices may be added later.
         self._runners: Sequence[StepRunner] = (self._captured, own)
