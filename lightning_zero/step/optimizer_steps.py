@@ -224,12 +224,19 @@ class OptimizerSteps:
             self._on_host = StateOnHost(HostMemory(executor.device), ring)
         return self._on_host
 
-    def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None, in_closure: bool = True) -> None:
+    def begin(
+        self,
+        optimizer: torch.optim.Optimizer,
+        skip: Tensor | None = None,
+        in_closure: bool = True,
+        clip: float | None = None,
+    ) -> Tensor | None:
         """Make gradients final: the optimizer's own ``step`` is next, and :meth:`end` must follow it.
 
         Args:
             optimizer: Optimizer of shards.
             skip, in_closure: See :meth:`OptimizerStepper.begin`.
+            clip: Scale gradients to a global 2-norm of at most this, and return the norm before.
 
         Raises:
             UnsupportedError: The optimizer holds a parameter that is no shard, or state that is not elementwise.
@@ -239,7 +246,9 @@ class OptimizerSteps:
         # A step in progress has its state in the present buffers.
         if self._on_host is not None and self._on_host.ring.can_grow and not stepper.in_progress:
             self._resize_buffers(self.config)
+        norm = None if clip is None else stepper.clip_norm(clip, later=True)
         stepper.begin(skip, in_closure)
+        return norm
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Finish the optimizer's ``step``, successful or not. Call it also before a closure runs again."""
@@ -255,14 +264,8 @@ class OptimizerSteps:
         Args:
             clip: Scale gradients to a global 2-norm of at most this. Yields the norm before, 0-dim on the device.
         """
-        norm = None
-        if clip is not None:
-            self._cycle.finalize_gradients()
-            self._cycle.before_step(stepping=True)  # frees cached memory: the first clipping makes the state
-            norm = self.stepper(optimizer).clip_norm(clip, later=True)
         try:
-            self.begin(optimizer, skip, in_closure=False)
-            yield norm
+            yield self.begin(optimizer, skip, in_closure=False, clip=clip)
         finally:
             self.end(optimizer)
 
