@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.pinned_memory import HostMemory
-from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing, copy_outside_values
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, ElementPositions
 from lightning_zero.optim.quantized_state import SCALES, codes_key, is_quantized, scales_key
 from lightning_zero.optim.state_dtypes import NO_ROUNDING, Rounding, StoredDtypes
@@ -429,10 +429,7 @@ class InPlacePass:
         return dict(self._loads[number])
 
     def close(self, number: int, load: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
-        to = self._loads[number] if load is None else load
-        for name, value in (values or {}).items():
-            if value.data_ptr() != to[name].data_ptr():
-                to[name].copy_(value.reshape(-1))
+        copy_outside_values(values, self._loads[number] if load is None else load)
 
     def flush(self) -> None:
         pass
