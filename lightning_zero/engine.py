@@ -246,7 +246,7 @@ class Engine(PickledAsNone):
 
     @contextmanager
     def overwriting_weights(self) -> Iterator[None]:
-        """Surround writes of other values to all weights, such as loads and exchanges with averages. Collective."""
+        """Surround writes of other values to all weights, as by loading. Collective."""
         self.buffers.stepped()
         sync = self.sharder.sync
         sync.before_overwriting()
