@@ -246,7 +246,13 @@ class Engine(PickledAsNone):
 
     @contextmanager
     def overwriting_weights(self) -> Iterator[None]:
-        """Surround writes of other values to all weights, as by loading. Collective."""
+        """Surround writes of other values to all weights, as by loading. Collective.
+
+        Example::
+
+            with engine.overwriting_weights():
+                model.load_state_dict(weights)
+        """
         self.buffers.stepped()
         sync = self.sharder.sync
         sync.before_overwriting()
