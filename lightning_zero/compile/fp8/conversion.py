@@ -18,6 +18,7 @@ from lightning_zero.errors import UnsupportedError
 
 MIN_CAPABILITY = 8, 9  # of torch._scaled_mm with one scale per matrix
 _DEVICES = "Ada (L4, L40S, RTX 4090), Hopper (H100, H200) and newer NVIDIA GPUs"
+ROWWISE = "rowwise"
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -50,11 +51,16 @@ def convert_products(graph: Graph, config: CompileConfig, fp8_shards: bool = Fal
     """
     if config.linear_dtype != "fp8":
         return graph
-    choices = choose_products(graph, ChoiceRules(config.fp8_products, config.fp8_exclude, config.fp8_min_gain))
+    rules = ChoiceRules(config.fp8_products, config.fp8_exclude, config.fp8_min_gain, config.fp8_recipe == ROWWISE)
+    choices = choose_products(graph, rules)
     for choice in choices:
         _note(choice)
     chosen = [choice.product for choice in choices if choice.is_fp8]
-    recipe = Fp8Recipe(gradient_dtype=_DTYPES[config.fp8_gradient_format])
+    recipe = Fp8Recipe(
+        gradient_dtype=_DTYPES[config.fp8_gradient_format],
+        by_row=config.fp8_recipe == ROWWISE,
+        health=config.fp8_health,
+    )
     gathered = find_fp8_gathers(graph, chosen) if fp8_shards else {}
     return scale_products(graph, chosen, [choice.product for choice in choices], recipe, gathered)
 
