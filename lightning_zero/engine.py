@@ -6,7 +6,7 @@ The engine does not depend on Lightning. The strategies in :mod:`lightning_zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -124,7 +124,6 @@ class Engine(PickledAsNone):
         self.buffers.configure(self.config)
         self.checkpoints = CheckpointManager(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledStepHooks(self.session, self.cuda_graphs, self.sharder, self.transports)
-        self.checkpoints.after_loading = compiled.after_loading
         self._compiled = compiled
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
@@ -250,6 +249,25 @@ class Engine(PickledAsNone):
     def before_step(self) -> None:
         """Prepare for writes to shards outside ``engine.optimizers.stepping``. Call before the writes."""
         self.cycle.before_step()
+
+    @contextmanager
+    def overwriting_weights(self) -> Iterator[None]:
+        """Surround writes of other values to all weights, as by loading. Collective.
+
+        Example::
+
+            with engine.overwriting_weights():
+                model.load_state_dict(weights)
+        """
+        self.buffers.stepped()
+        sync = self.sharder.sync
+        sync.before_overwriting()
+        try:
+            yield
+            self._compiled.after_overwriting()
+        finally:
+            sync.invalidate_copies()
+            sync.after_writing()
 
     def eval_step(self) -> None:
         """Prepare for a forward outside of training. Call before the forward.

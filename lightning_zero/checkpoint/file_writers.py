@@ -21,10 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy
 import xxhash
-from torch import Tensor
 
-from lightning_zero.checkpoint.integrity import FileChecksum
-from lightning_zero.sharding.layout import is_strided
+from lightning_zero.checkpoint.integrity import FileChecksum, host_storages, tensors_in
 
 WRITE_BYTES = 16 << 20  # of one write, so that progress is reported now and then
 WINDOW = 256 << 20  # bytes that are written and not on the disk yet
@@ -173,22 +171,7 @@ class ChecksumWriter(RawIOBase):
 
 def stable_memory(value: Any) -> dict[int, int]:
     """Return addresses and bytes of the host storages that live as long as ``value`` does."""
-    found: dict[int, int] = {}
-    _collect_storages(value, found)
-    return found
-
-
-def _collect_storages(value: Any, found: dict[int, int]) -> None:
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu" and is_strided(value) and type(value).untyped_storage is Tensor.untyped_storage:
-            storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            _collect_storages(inner, found)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _collect_storages(inner, found)
+    return host_storages(tensors_in(value, attributes=False))
 
 
 class ThreadedWriter(RawIOBase):

@@ -10,7 +10,7 @@ import json
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,15 +174,7 @@ def verify_storages(value: Any, file: Any, name: str) -> None:
         return
     with zipfile.ZipFile(file) as archive:
         stored = Counter(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename)
-    used: dict[int, int] = {}
-    for tensor in tensors_in(value):
-        if (
-            tensor.device.type == "cpu"
-            and is_strided(tensor)
-            and type(tensor).untyped_storage is Tensor.untyped_storage
-        ):
-            storage = tensor.untyped_storage()
-            used[storage.data_ptr()] = storage.nbytes()
+    used = host_storages(tensors_in(value))
     for count, number in Counter(size for size in used.values() if size).items():
         if stored[count] < number:
             raise CheckpointError(
@@ -191,8 +183,15 @@ def verify_storages(value: Any, file: Any, name: str) -> None:
             )
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, and in attributes of this package's objects."""
+def host_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of the tensors' storages on the host, by address."""
+    plain = [tensor for tensor in tensors if type(tensor).untyped_storage is Tensor.untyped_storage]
+    storages = [tensor.untyped_storage() for tensor in plain if tensor.device.type == "cpu" and is_strided(tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def tensors_in(value: Any, attributes: bool = True) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers, and in ``attributes`` of this package's objects."""
     pending, seen = [value], set()  # no recursion: untrusted values may be deep, or contain themselves
     while pending:
         one = pending.pop()
@@ -201,6 +200,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         elif id(one) not in seen and isinstance(one, Mapping | list | tuple | set | frozenset):
             seen.add(id(one))
             pending.extend(one.values() if isinstance(one, Mapping) else one)
-        elif id(one) not in seen and type(one).__module__.startswith("lightning_zero."):
+        elif attributes and id(one) not in seen and type(one).__module__.startswith("lightning_zero."):
             seen.add(id(one))
             pending.extend(getattr(one, "__dict__", {}).values())

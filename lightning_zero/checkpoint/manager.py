@@ -56,11 +56,9 @@ class CheckpointManager:
 
     Attributes:
         show_bar: shows a progress bar in place of lines; None: show lines.
-        after_loading: called on all ranks after all have written other values to the weights.
     """
 
     show_bar: ShowBar | None = None
-    after_loading: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_zero.checkpoint.full_checkpoint import write_local_file
-from lightning_zero.checkpoint.integrity import verify_archive, verify_storages
+from lightning_zero.checkpoint.integrity import tensors_in, verify_archive, verify_storages
 from lightning_zero.checkpoint.optimizer_state import has_parameter_names, renumber, with_float_state
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights, parse_size, to_cpu
@@ -101,7 +101,7 @@ class OpenedCheckpoint:
             compared = "sizes and checksums of its files"
         content = self._trusted_content()
         if self.folder is not None and not self.folder.has_checksums:
-            for value in _tensors_in(content):
+            for value in tensors_in(content):
                 value.clone()
             compared = "the checksums that torch wrote into each piece; all its tensors can be read"
         return compared if content is not None else f"{compared}; objects of classes that are not trusted were not read"
@@ -123,14 +123,6 @@ def _checkpoints_in(path: str) -> list[str]:
         return [path]
     found = sorted(str(entry) for entry in home.iterdir() if entry.name.endswith(".ckpt"))
     return found or [path]
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Mapping):
-        return [tensor for inner in value.values() for tensor in _tensors_in(inner)]
-    if isinstance(value, list | tuple):
-        return [tensor for inner in value for tensor in _tensors_in(inner)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 # -- inspect

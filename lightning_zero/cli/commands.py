@@ -315,26 +315,22 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _positive(text: str, problem: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise ArgumentTypeError(f"{text!r} is {problem}")
     return value
+
+
+def _seconds(text: str) -> float:
+    return _positive(text, "not a number of seconds above 0")
 
 
 def _memory(text: str) -> float | str:
-    if text == "auto":
-        return text
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ArgumentTypeError(f"{text!r} is neither a number of GiB above 0 nor 'auto'. Write --memory 40")
-    return value
+    return text if text == "auto" else _positive(text, "neither a number of GiB above 0 nor 'auto'. Write --memory 40")
 
 
 def _device(text: str) -> str:

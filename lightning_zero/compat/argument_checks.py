@@ -117,5 +117,8 @@ def _check_first(function: Callable[..., Any], name: str, check: ArgumentCheck) 
         return function(*check(name, args), **kwargs)
 
     check_first._checks = True  # type: ignore[attr-defined]
+    # Dynamo traces this function instead. It finds torch's functions by their names, again after each
+    # init_process_group(): graphs would call check_first, which AOTAutograd does not cache. (torch 2.11+)
+    check_first._torchdynamo_inline = function  # type: ignore[attr-defined]
     skip_frame(check_first)
     return check_first

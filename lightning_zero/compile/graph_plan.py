@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_zero.config.text import format_table
+
 FORMAT = 1
 
 
@@ -153,16 +155,15 @@ class GraphPlan:
             f"{self.kind} graph of {self.nodes} nodes: {len(self.gathers)} gathers of {_mib(gathered)} MiB, "
             f"{sum(len(reduce.weights) for reduce in self.reduces)} gradients of {_mib(reduced)} MiB"
         )
-        rows = [("bucket", "weights", "dtype", "MiB", "started before", "waited for by", "kept until")]
+        heads = "bucket", "weights", "dtype", "MiB", "started before", "waited for by", "kept until"
+        rows = []
         for number, gather in enumerate(self.gathers):
             before = f"{gather.before} (node {gather.started})"
             used = f"{gather.used} (node {gather.waited})"
             rows.append(
                 (str(number), _shorten(gather.weights), gather.dtype, _mib(gather.bytes), before, used, gather.until)
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([title, *lines, *_linear_lines(self.linears)])
+        return "\n".join([title, *format_table(heads, rows, indent=""), *_linear_lines(self.linears)])
 
 
 def _linear_lines(linears: Sequence[Linear]) -> list[str]:

@@ -427,10 +427,10 @@ class CompiledStepHooks:
         if self._fp8_shards is not None:
             self._fp8_shards.before_evaluation()
 
-    def after_loading(self) -> None:
-        """Call after all ranks have loaded weights. Collective."""
+    def after_overwriting(self) -> None:
+        """Call after all ranks have written other values to the weights. Collective."""
         if self._fp8_shards is not None:
-            self._fp8_shards.after_loading()
+            self._fp8_shards.refresh()
 
     @property
     def _first_pass(self) -> bool:

@@ -30,12 +30,12 @@ def format_bytes(nbytes: float, largest: float | None = None) -> str:
     return f"{nbytes / size:.{decimals}f} {unit}"
 
 
-def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
     """Return the lines of a table with aligned columns. Empty ``heads`` are left out."""
     cells = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
     widths = [max((len(row[column]) for row in cells), default=0) for column in range(len(heads))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-    return [f"  {line.rstrip()}" for line in lines]
+    return [f"{indent}{line.rstrip()}" for line in lines]
 
 
 def args_section(cls: type) -> str:

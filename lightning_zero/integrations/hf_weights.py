@@ -58,8 +58,6 @@ def load_safetensors(
         return load_safetensors_into(module, path, strict, rename)
     with engine.checkpoints.hooks.overriding_values(lambda record: record.param):  # names need no all-gather
         keys = list(module.state_dict())
-    sync = engine.sharder.sync
-    sync.before_overwriting()
 
     def attempt() -> IncompatibleKeys | ValueError:
         try:
@@ -68,16 +66,12 @@ def load_safetensors(
         except ValueError as error:  # the same on every rank that sees the same files
             return error
 
-    try:
+    with engine.overwriting_weights():
         results = engine.checkpoints.ranks.run_on_all(f"load weights from {path}", attempt)
         error = next((result for result in results if isinstance(result, ValueError)), None)
         if error is not None:
             raise error
-        engine.checkpoints.after_loading()
         return IncompatibleKeys(*results[engine.rank])  # type: ignore[misc]
-    finally:
-        sync.invalidate_copies()
-        sync.after_writing()
 
 
 def export_safetensors(

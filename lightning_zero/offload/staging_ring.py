@@ -118,6 +118,13 @@ MIN_TENSORS_PER_SLOT = 8  # a slot has room for 32 elements of this many tensors
 StagedChunk = Mapping[str, Tensor]  # contiguous host tensors by name
 
 
+def copy_outside_values(values: StagedChunk | None, to: StagedChunk) -> None:
+    """Copy values into the tensors of the same names, where they are in other memory."""
+    for name, value in (values or {}).items():
+        if value.data_ptr() != to[name].data_ptr():
+            to[name].copy_(value.reshape(-1))
+
+
 class StagedChunks(list[StagedChunk]):
     """Hold the chunks of passes that are repeated."""
 
@@ -277,10 +284,7 @@ class RingPass:
             values: device tensors that may be outside of the buffers.
         """
         chunk = self._replaced[number] = self._chunks[number] if chunk is None else chunk
-        buffers = self._ring.buffers(number, chunk)
-        for name, value in (values or {}).items():
-            if value.data_ptr() != buffers[name].data_ptr():
-                buffers[name].copy_(value.reshape(-1))
+        copy_outside_values(values, self._ring.buffers(number, chunk))
         if number + self._ring.slots < len(self._chunks):
             self._last_copy_out = self._copy_chunk_out(number, chunk)
             self._copy_chunk_in(number + self._ring.slots, [self._last_copy_out])

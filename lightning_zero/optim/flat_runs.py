@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.pinned_memory import HostMemory
-from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing, copy_outside_values
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, ElementPositions
 from lightning_zero.optim.quantized_state import SCALES, codes_key, is_quantized, scales_key
-from lightning_zero.optim.state_dtypes import StoredDtypes, rounds_weights
+from lightning_zero.optim.state_dtypes import NO_ROUNDING, Rounding, StoredDtypes
 from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.layout import STATE_BLOCK
 from lightning_zero.sharding.param_record import Role, ShardedParameter
@@ -248,13 +248,12 @@ def make_flat_runs(
     mix_dimensions: bool,
     stored_dtypes: Mapping[int, StoredDtypes] | None = None,
     one_per_parameter: bool = False,
-    round_weights: bool = False,
+    rounding: Rounding = NO_ROUNDING,
 ) -> list[FlatRun]:
     """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
         kinds: A value for parameters with the same history and rule, by index; only those are joined.
-        round_weights: Round bfloat16 parameters stochastically.
     """
     dtypes = stored_dtypes or {}
     runs: list[FlatRun] = []
@@ -266,11 +265,11 @@ def make_flat_runs(
             if members and (
                 one_per_parameter or not same_state or not _joins(members[-1], record, kinds, mix_dimensions)
             ):
-                runs.append(_make_run(number, members, dtypes, round_weights))
+                runs.append(_make_run(number, members, dtypes, rounding))
                 members = []
             members.append(record)
         if members:
-            runs.append(_make_run(number, members, dtypes, round_weights))
+            runs.append(_make_run(number, members, dtypes, rounding))
     return runs
 
 
@@ -310,7 +309,7 @@ def _contiguous_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _make_run(
-    group: int, members: list[ShardedParameter], stored_dtypes: Mapping[int, StoredDtypes], round_weights: bool
+    group: int, members: list[ShardedParameter], stored_dtypes: Mapping[int, StoredDtypes], rounding: Rounding
 ) -> FlatRun:
     flat = _contiguous_view([record.shard for record in members])
     grad = _contiguous_view([record.param.grad for record in members if record.param.grad is not None])
@@ -325,7 +324,7 @@ def _make_run(
         param,
         grad.view(shape),
         stored_dtypes=stored_dtypes.get(members[0].index, {}),
-        rounds_param=rounds_weights(flat.dtype, round_weights),
+        rounds_param=rounding.rounds_weights(flat.dtype),
     )
     if not run.aliases_compute_shard:
         run.set_param_grad()
@@ -430,10 +429,7 @@ class InPlacePass:
         return dict(self._loads[number])
 
     def close(self, number: int, load: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
-        to = self._loads[number] if load is None else load
-        for name, value in (values or {}).items():
-            if value.data_ptr() != to[name].data_ptr():
-                to[name].copy_(value.reshape(-1))
+        copy_outside_values(values, self._loads[number] if load is None else load)
 
     def flush(self) -> None:
         pass

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.lamb import lamb
-from lightning_zero.optim.lars import lars
 from lightning_zero.optim.matrix_rules import MatrixRule
 from lightning_zero.optim.reduction_rules import ReductionRule
 from lightning_zero.optim.soap import soap
+from lightning_zero.optim.trust_ratio_rules import lamb, lars
 
 Group = Mapping[str, Any]
 MakeLibraryRule = Callable[[torch.optim.Optimizer, Group], MatrixRule | ReductionRule]

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # builds of torch for CPUs come without Triton
-    triton = None
+from lightning_zero.compat.triton_jit import jit, tl
 
 BLOCK = 4096  # elements of one program, of which each of 256 threads has 16
 
 
-@triton.jit if triton is not None else lambda kernel: kernel
+@jit
 def _scale(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     matrix = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -7,11 +7,12 @@ With ``bf16_stochastic_round``, all other state of bfloat16 weights is bfloat16,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_zero.config.options import Tuning
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state, noise_bits, stochastic_round
 from lightning_zero.optim.quantized_state import (
@@ -36,27 +37,41 @@ StoredDtypes = Mapping[str, torch.dtype]  # by name of the state; an integer dty
 Find = Callable[[Tensor], ShardedParameter | None]
 
 
-def rounds_weights(dtype: torch.dtype, round_weights: bool) -> bool:
-    """Return True if weights of this dtype are rounded stochastically. ``round_weights``: the option."""
-    return round_weights and dtype is STATE_DTYPE
+class Rounding(NamedTuple):
+    """The options that name the values that a step rounds.
+
+    Attributes:
+        state_dtype: The option of this name.
+        weights: The option ``bf16_stochastic_round``.
+    """
+
+    state_dtype: str | None = None
+    weights: bool = False
+
+    @classmethod
+    def of(cls, tuning: Tuning) -> Rounding:
+        return cls(tuning.state_dtype, tuning.bf16_stochastic_round)
+
+    def rounds_weights(self, dtype: torch.dtype) -> bool:
+        """Return True if weights of this dtype are rounded stochastically."""
+        return self.weights and dtype is STATE_DTYPE
 
 
-def stored_dtypes(
-    rule: AnyRule | None, layout: ShardLayout, dtype: torch.dtype, state_dtype: str | None, round_weights: bool = False
-) -> StoredDtypes:
+NO_ROUNDING = Rounding()
+
+
+def stored_dtypes(rule: AnyRule | None, layout: ShardLayout, dtype: torch.dtype, rounding: Rounding) -> StoredDtypes:
     """Return the dtypes of a parameter's state that is rounded after a step, by name.
 
     Args:
         dtype: Of the parameter.
-        state_dtype: The option.
-        round_weights: The option ``bf16_stochastic_round``.
     """
     if rule is None:
         return {}
     rule = of_parameter(rule, layout.shape, dtype)
-    codes = _code_dtypes(rule) if state_dtype == "8bit" and keeps_quantized_state(layout, dtype) else {}
-    narrow = state_dtype == "bf16" and keeps_bf16_state(layout.numel, dtype)
-    if narrow or rounds_weights(dtype, round_weights):
+    codes = _code_dtypes(rule) if rounding.state_dtype == "8bit" and keeps_quantized_state(layout, dtype) else {}
+    narrow = rounding.state_dtype == "bf16" and keeps_bf16_state(layout.numel, dtype)
+    if narrow or rounding.rounds_weights(dtype):
         return {name: codes.get(name, STATE_DTYPE) for name in rule.state}
     return codes
 
@@ -93,21 +108,17 @@ def fill_state(tensors: Sequence[Tensor], value: float) -> None:
 
 
 def stored_dtypes_by_index(
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    find: Find,
-    state_dtype: str | None,
-    round_weights: bool = False,
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], find: Find, rounding: Rounding
 ) -> dict[int, StoredDtypes]:
     """Return :func:`stored_dtypes` of each parameter that has any, by parameter index."""
     found: dict[int, StoredDtypes] = {}
-    for group in groups if state_dtype or round_weights else ():
+    for group in groups if any(rounding) else ():
         rule = rule_for(optimizer, group)
         for param in group["params"]:
             record = find(param)
             if record is None:
                 continue
-            if dtypes := stored_dtypes(rule, record.layout, param.dtype, state_dtype, round_weights):
+            if dtypes := stored_dtypes(rule, record.layout, param.dtype, rounding):
                 found[record.index] = dtypes
     return found
 
@@ -122,7 +133,7 @@ def _code_dtypes(rule: AnyRule) -> StoredDtypes:
 
 def restore_state_dtypes(optimizer: torch.optim.Optimizer, find: Find, state_dtype: str | None) -> None:
     """Convert state that ``state_dtype`` has stored in fewer bytes back to its parameter's dtype."""
-    dtypes = stored_dtypes_by_index(optimizer, optimizer.param_groups, find, state_dtype)
+    dtypes = stored_dtypes_by_index(optimizer, optimizer.param_groups, find, Rounding(state_dtype))
     for param, entries in optimizer.state.items():
         record = find(param)
         if record is None:
@@ -141,17 +152,12 @@ def pack_own_state(state: Mapping[Any, Any], find: Find, dtypes: Mapping[int, St
         pack_entries(entries, {name: dtype for name, dtype in codes.items() if is_quantized(dtype)})
 
 
-def check_rounding(
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    state_dtype: str | None,
-    round_weights: bool = False,
-) -> None:
+def check_rounding(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], rounding: Rounding) -> None:
     """Raise :class:`UnsupportedError` if state or weights cannot be rounded as the options demand."""
-    if round_weights:
+    if rounding.weights:
         _check_weights(optimizer, groups)
-    if state_dtype is not None:
-        _check_state(optimizer, groups, state_dtype)
+    if rounding.state_dtype is not None:
+        _check_state(optimizer, groups, rounding.state_dtype)
 
 
 def no_bf16_weights_error(dtypes: set[torch.dtype]) -> UnsupportedError:

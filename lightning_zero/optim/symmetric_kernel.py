@@ -11,11 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # builds of torch for CPUs come without Triton
-    triton = None
+from lightning_zero.compat.triton_jit import jit, tl
 
 
 class Blocks(NamedTuple):
@@ -46,7 +42,7 @@ def programs(size: int, rows: int = BLOCKS.rows) -> int:
     return wide * (wide + 1) // 2
 
 
-@triton.jit if triton is not None else lambda kernel: kernel
+@jit
 def place_of(tile, size, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the block row and block column of a program."""
     # A triangle of `wide` block columns is folded into a rectangle: line r holds the triangle's lines r and wide-1-r
@@ -61,7 +57,7 @@ def place_of(tile, size, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     return upper, column
 
 
-@triton.jit if triton is not None else lambda kernel: kernel
+@jit
 def _upper_blocks(  # type: ignore[no-untyped-def]
     x_ptr,
     y_ptr,

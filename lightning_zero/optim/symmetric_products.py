@@ -73,6 +73,6 @@ def can_launch(device: torch.device) -> bool:
     """Return True if Triton's kernels are used on this GPU."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
         return False
-    from lightning_zero.optim import symmetric_kernel
+    from lightning_zero.compat.triton_jit import triton
 
-    return symmetric_kernel.triton is not None
+    return triton is not None

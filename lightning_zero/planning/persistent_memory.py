@@ -15,9 +15,10 @@ from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
 from lightning_zero.optim.matrix_exchange import UpdateMemory, update_memory
 from lightning_zero.optim.reduction_rules import of_parameter, shared_bytes
 from lightning_zero.optim.state_dtypes import (
+    NO_ROUNDING,
+    Rounding,
     StoredDtypes,
     no_bf16_weights_error,
-    rounds_weights,
     stored_bytes,
     stored_dtypes,
 )
@@ -29,7 +30,6 @@ from lightning_zero.sharding.layout import ShardLayout
 
 MIB = 2**20
 SMALL = 64  # elements of a parameter that stands for a shard of any size
-Rounding = tuple[str | None, bool]  # the options state_dtype and bf16_stochastic_round
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,8 @@ def measure_optimizer_memory(
     optimizers: Sequence[torch.optim.Optimizer],
     params: Sequence[nn.Parameter],
     shards: Sequence[ParamShard],
-    state_dtype: str | None = None,
+    rounding: Rounding = NO_ROUNDING,
     matrix_bucket_bytes: int = 1 << 28,
-    round_weights: bool = False,
     captured: bool = True,
 ) -> OptimizerMemory:
     """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
@@ -228,19 +227,18 @@ def measure_optimizer_memory(
     Optimizers of matrices are not stepped: their rules name their state.
 
     Args:
-        round_weights: the option ``bf16_stochastic_round``.
         captured: optimizer steps are captured as CUDA graphs.
 
     Raises:
-        UnsupportedError: ``round_weights``, and no trained weight is bfloat16.
+        UnsupportedError: weights are to be rounded, and no trained weight is bfloat16.
         Exception: any error of an optimizer's step.
     """
     trained = {shard.dtype for shard in shards if shard.trained}
-    if round_weights and not any(rounds_weights(dtype, True) for dtype in trained):
+    if rounding.weights and not any(map(rounding.rounds_weights, trained)):
         raise no_bf16_weights_error(trained)
     of = {id(param): shard for param, shard in zip(params, shards, strict=True)}
     states = temporary = 0
-    rounding, casts_gradients = (state_dtype, round_weights), False
+    casts_gradients = False
     words: dict[str, float] = {}
     updates: list[UpdateMemory] = []
     for optimizer in optimizers:
@@ -258,7 +256,7 @@ def measure_optimizer_memory(
             optimizer.step()
         per_byte = (counter.peak - counter.alive) / max(sum(param.nbytes for param in shard_of), 1)
         stepped = sum(shard.elements * shard.dtype.itemsize for shard in of.values())
-        if state_dtype is not None:  # the step then runs in chunks
+        if rounding.state_dtype is not None:  # the step then runs in chunks
             stepped = min(stepped, MAX_CHUNK_NUMEL * torch.float32.itemsize)
         rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
         if not (all(map(begins_by_rule, rules)) and (captured or any(rounding))):
@@ -288,7 +286,7 @@ def _matrix_states(
             if any_rule is None or not shard.trained:
                 continue
             rule = of_parameter(any_rule, shard.layout.shape, shard.dtype)
-            stored = stored_dtypes(rule, shard.layout, shard.dtype, *rounding)
+            stored = stored_dtypes(rule, shard.layout, shard.dtype, rounding)
             sizes = {name: stored_bytes(stored.get(name, shard.dtype)) for name in rule.state}
             total += int(sum(sizes.values()) * shard.elements) + shared_bytes(rule, shard.layout.shape, shard.dtype)
             words.update({name: min(size, words.get(name, size)) for name, size in sizes.items()})
@@ -310,7 +308,7 @@ def _stored_dtypes(
     optimizer: torch.optim.Optimizer, shard_of: dict[Tensor, ParamShard], rounding: Rounding
 ) -> dict[Tensor, StoredDtypes]:
     return {
-        param: stored_dtypes(rule_for(optimizer, group), shard_of[param].layout, shard_of[param].dtype, *rounding)
+        param: stored_dtypes(rule_for(optimizer, group), shard_of[param].layout, shard_of[param].dtype, rounding)
         for group in optimizer.param_groups
         for param in group["params"]
     }

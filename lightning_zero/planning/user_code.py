@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import EngineConfig
+from lightning_zero.optim.state_dtypes import Rounding
 from lightning_zero.planning.persistent_memory import OptimizerMemory, measure_optimizer_memory, shard_parameters
 
 
@@ -84,9 +85,8 @@ class UserCode:
         params = list(self._module.parameters())
         shards = shard_parameters(self._module, world_size, dtype, tuning.state_dtype == "8bit")
         bucket = int(tuning.matrix_bucket_mb * 2**20)
-        rounds = tuning.bf16_stochastic_round
         made = self._optimizers(params)
-        return measure_optimizer_memory(made, params, shards, tuning.state_dtype, bucket, rounds, captured)
+        return measure_optimizer_memory(made, params, shards, Rounding.of(tuning), bucket, captured)
 
     def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         if self._optimizer is not None:

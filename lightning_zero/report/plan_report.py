@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_zero.compile.fx_utils import format_graph, graph_kind
 from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.config.text import format_table
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.report.html_page import Details, draw_page
@@ -275,13 +276,12 @@ class PlanReport(Callback):
 def write_passes(folder: Path, stem: str, traces: Sequence[PassTrace]) -> None:
     """Write ``STEM.txt``, a table of the passes, and ``STEM_NUMBER_PASS.diff`` for each change."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [HEADING]
+    rows = []
     for t in traces:
         counts = (t.nodes, *map(len, (t.added, t.removed, t.changed, t.moved)))
-        rows.append((t.name, f"{t.milliseconds:.2f}", *map(str, counts)))  # type: ignore[arg-type]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADING))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    (folder / f"{stem}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        rows.append((t.name, f"{t.milliseconds:.2f}", *map(str, counts)))
+    table = "".join(f"{line}\n" for line in format_table(HEADING, rows, indent=""))
+    (folder / f"{stem}.txt").write_text(table, encoding="utf-8")
     for number, trace in enumerate(traces):
         if trace.diff:
             (folder / f"{stem}_{number:02}_{trace.name}.diff").write_text(trace.diff, encoding="utf-8")

@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # builds of torch for CPUs come without Triton
-    triton = None
+from lightning_zero.compat.triton_jit import jit, tl, triton
 
 # With one word for each thread, the elements of a thread are contiguous without an exchange between threads.
 WARPS = 4
@@ -21,7 +17,7 @@ WORDS = 32 * WARPS
 INT8_ELEMENTS = 2048  # of one program
 
 
-@triton.jit if triton is not None else lambda kernel: kernel
+@jit
 def _nf4(  # type: ignore[no-untyped-def]
     packed_ptr,
     out_ptr,
@@ -57,7 +53,7 @@ def _nf4(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + element, out)
 
 
-@triton.jit if triton is not None else lambda kernel: kernel
+@jit
 def _int8(  # type: ignore[no-untyped-def]
     packed_ptr, out_ptr, columns, maxima_begin, ZERO: tl.constexpr, STEP: tl.constexpr, ELEMENTS: tl.constexpr
 ):

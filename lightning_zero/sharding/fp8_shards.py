@@ -194,10 +194,6 @@ class Fp8Shards:
         if self._symm_mem is None:
             self.refresh()
 
-    def after_loading(self) -> None:
-        """Write the shards of loaded weights. Collective."""
-        self.refresh()
-
     def begin_stage(self) -> None:
         """Begin a training or evaluation, before which weights and options may have changed."""
         self._is_current = False

@@ -501,13 +501,9 @@ def draw_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 def run_init(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     """Run a function of ``torch.nn.init`` on the full value."""
     shard = args[0] if args else kwargs["tensor"]
-    spec = spec_of([shard])
     rest = {key: value for key, value in kwargs.items() if key != "tensor"}
-    with no_shard_dispatch(), torch.no_grad():
-        full = torch.empty(spec.layout.shape, dtype=shard.dtype, device=shard.device)
-        func(full, *args[1:], **rest)
-        _write_local_part(shard, full, spec)
-    return shard
+    with torch.no_grad():
+        return fill_random(func, (shard, *args[1:]), rest)
 
 
 def _write_local_part(shard: Tensor, full: Tensor, spec: ShardSpec) -> None:

@@ -13,7 +13,6 @@ Encoding the decoded values again gives the same bytes, also if they were rounde
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -253,9 +252,3 @@ def _fake(packed: Tensor, shape: list[int], dtype: torch.dtype, kind: str) -> Te
 
 _LIBRARY.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{_NAMESPACE}::dequantize", _fake, lib=_LIBRARY)
-
-
-def bytes_per_weight(kind: str) -> float:
-    """Return the bytes of a large packed weight per element."""
-    side = 1 << 14
-    return packed_words(side, side, kind) * 4 / math.prod((side, side))

@@ -228,7 +228,7 @@ class MemoryController:
                 allocated = sum(v.nbytes for k, v in entries if record.has_shard_shape(v) or is_stored_key(k))
                 shaped = of_parameter(rule, record.layout.shape, param.dtype)
                 names = shaped.state if shaped is not None else ()
-                stored = stored_dtypes(shaped, record.layout, param.dtype, *self._optimizers.rounding)
+                stored = stored_dtypes(shaped, record.layout, param.dtype, self._optimizers.rounding)
                 expected = sum(stored_bytes(stored.get(name, param.dtype)) for name in names) * record.shard.numel()
                 shared = shared_bytes(shaped, record.layout.shape, param.dtype)
                 yield (allocated or int(expected)) + shared, allocated > 0

@@ -30,10 +30,10 @@ from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import parameter_norms
 from lightning_zero.optim.quantized_state import is_quantized, is_stored_key
 from lightning_zero.optim.state_dtypes import (
+    Rounding,
     StoredDtypes,
     check_rounding,
     restore_state_dtypes,
-    rounds_weights,
     stored_dtypes,
     stored_dtypes_by_index,
 )
@@ -78,15 +78,13 @@ class OptimizerSteps:
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            check_rounding(optimizer, optimizer.param_groups, *self.rounding)
+            check_rounding(optimizer, optimizer.param_groups, self.rounding)
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
             bucket = int(self.config.tuning.matrix_bucket_mb * 2**20)
             capture, emulate = _capture_options(self.config)
-            stepper = OptimizerStepper(
-                optimizer, self._sharder, capture, emulate, self._host(), self.state_dtype, bucket, self.rounding[1]
-            )
+            stepper = OptimizerStepper(optimizer, self._sharder, capture, emulate, self._host(), self.rounding, bucket)
             self._steppers[optimizer] = stepper
         return stepper
 
@@ -101,9 +99,9 @@ class OptimizerSteps:
             _memory_options(self.config),
         ):
             self.settle()
-            if config.tuning.state_dtype != self.state_dtype:
+            if config.tuning.state_dtype != self.rounding.state_dtype:
                 for optimizer in self._steppers:
-                    restore_state_dtypes(optimizer, self._sharder.find, self.state_dtype)
+                    restore_state_dtypes(optimizer, self._sharder.find, self.rounding.state_dtype)
             if "optimizer" in config.offload and not self.on_host:
                 for optimizer in self._steppers:
                     move_state_to_host(optimizer, self._sharder.find)
@@ -139,14 +137,8 @@ class OptimizerSteps:
         return "optimizer" in self.config.offload
 
     @property
-    def state_dtype(self) -> str | None:
-        """The option of this name."""
-        return self.config.tuning.state_dtype
-
-    @property
-    def rounding(self) -> tuple[str | None, bool]:
-        """Return the options of what is rounded after a step: ``state_dtype`` and ``bf16_stochastic_round``."""
-        return self.state_dtype, self.config.tuning.bf16_stochastic_round
+    def rounding(self) -> Rounding:
+        return Rounding.of(self.config.tuning)
 
     @property
     def make_placer(self) -> MakePlacer | None:
@@ -161,7 +153,7 @@ class OptimizerSteps:
             dtype = param.dtype if param.is_floating_point() else value.dtype  # as torch does
             stored = None if record is None else dtypes.get(record.index, {}).get(key)
             unchanged = is_stored_key(key) or is_quantized(stored) or key == ROUNDING_COUNT
-            if unchanged or (stored is None and rounds_weights(param.dtype, self.rounding[1])):
+            if unchanged or (stored is None and self.rounding.rounds_weights(param.dtype)):
                 dtype = value.dtype  # counts need float32; the next step quantizes what is not quantized
             elif stored is not None and value.is_floating_point():
                 dtype = stored
@@ -173,7 +165,7 @@ class OptimizerSteps:
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
     ) -> dict[int, StoredDtypes]:
         """Return the dtypes of state that is stored in fewer bytes, for these groups, by parameter index."""
-        return stored_dtypes_by_index(optimizer, groups, self._sharder.find, *self.rounding)
+        return stored_dtypes_by_index(optimizer, groups, self._sharder.find, self.rounding)
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return new 1-D memory for state with one element per element of a shard.
@@ -232,12 +224,19 @@ class OptimizerSteps:
             self._on_host = StateOnHost(HostMemory(executor.device), ring)
         return self._on_host
 
-    def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None, in_closure: bool = True) -> None:
+    def begin(
+        self,
+        optimizer: torch.optim.Optimizer,
+        skip: Tensor | None = None,
+        in_closure: bool = True,
+        clip: float | None = None,
+    ) -> Tensor | None:
         """Make gradients final: the optimizer's own ``step`` is next, and :meth:`end` must follow it.
 
         Args:
             optimizer: Optimizer of shards.
             skip, in_closure: See :meth:`OptimizerStepper.begin`.
+            clip: Scale gradients to a global 2-norm of at most this, and return the norm before.
 
         Raises:
             UnsupportedError: The optimizer holds a parameter that is no shard, or state that is not elementwise.
@@ -247,7 +246,9 @@ class OptimizerSteps:
         # A step in progress has its state in the present buffers.
         if self._on_host is not None and self._on_host.ring.can_grow and not stepper.in_progress:
             self._resize_buffers(self.config)
+        norm = None if clip is None else stepper.clip_norm(clip, later=True)
         stepper.begin(skip, in_closure)
+        return norm
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Finish the optimizer's ``step``, successful or not. Call it also before a closure runs again."""
@@ -263,14 +264,8 @@ class OptimizerSteps:
         Args:
             clip: Scale gradients to a global 2-norm of at most this. Yields the norm before, 0-dim on the device.
         """
-        norm = None
-        if clip is not None:
-            self._cycle.finalize_gradients()
-            self._cycle.before_step(stepping=True)  # frees cached memory: the first clipping makes the state
-            norm = self.stepper(optimizer).clip_norm(clip, later=True)
         try:
-            self.begin(optimizer, skip, in_closure=False)
-            yield norm
+            yield self.begin(optimizer, skip, in_closure=False, clip=clip)
         finally:
             self.end(optimizer)
 
@@ -299,7 +294,7 @@ class OptimizerSteps:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UnsupportedError` if the optimizer cannot step this engine's shards."""
         check_optimizer(optimizer)
-        check_rounding(optimizer, optimizer.param_groups, *self.rounding)
+        check_rounding(optimizer, optimizer.param_groups, self.rounding)
         if self.on_host:
             check_offload(optimizer)
         if self.config.cuda_graph_step is True:
@@ -329,7 +324,7 @@ class OptimizerSteps:
 
         def kind(record: ShardedParameter) -> tuple[int, str]:
             rule = rules.get(id(record.param))
-            stored = stored_dtypes(rule, record.layout, record.param.dtype, *self.rounding)
+            stored = stored_dtypes(rule, record.layout, record.param.dtype, self.rounding)
             return 0 if simple else record.param.dim(), repr(sorted(stored.items(), key=repr))
 
         self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
@@ -354,7 +349,6 @@ def _capture_options(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], tuple[str | None, bool], bool, float]:
+def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], Rounding, bool, float]:
     tuning = config.tuning
-    rounding = tuning.state_dtype, tuning.bf16_stochastic_round
-    return config.offload, rounding, bool(tuning.grad_aliasing), tuning.matrix_bucket_mb
+    return config.offload, Rounding.of(tuning), bool(tuning.grad_aliasing), tuning.matrix_bucket_mb

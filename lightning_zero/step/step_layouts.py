@@ -23,7 +23,13 @@ from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from lightning_zero.optim.grad_norms import clip_factor, norm_dtype
 from lightning_zero.optim.quantized_state import SCALES
 from lightning_zero.optim.reduction_rules import ReductionRule, shared_names
-from lightning_zero.optim.state_dtypes import check_rounding, pack_own_state, stored_dtypes_by_index
+from lightning_zero.optim.state_dtypes import (
+    NO_ROUNDING,
+    Rounding,
+    check_rounding,
+    pack_own_state,
+    stored_dtypes_by_index,
+)
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_matrices, check_members
 from lightning_zero.optim.update_rules import needs_ranks, rule_for
@@ -127,8 +133,6 @@ class StepLayouts:
 
     Args:
         host: Host memory for shard-sized optimizer state; None keeps it on the shards' device.
-        state_dtype: The option of this name.
-        round_weights: The option ``bf16_stochastic_round``.
     """
 
     def __init__(
@@ -136,11 +140,10 @@ class StepLayouts:
         optimizer: torch.optim.Optimizer,
         sharder: Sharder,
         host: HostMemory | None = None,
-        state_dtype: str | None = None,
-        round_weights: bool = False,
+        rounding: Rounding = NO_ROUNDING,
     ) -> None:
         self._host = host
-        self._rounding = state_dtype, round_weights
+        self._rounding = rounding
         self._optimizer = optimizer
         self._sharder, self._gradients = sharder, sharder.executor.gradients
         self.last: StepLayout | None = None
@@ -201,7 +204,7 @@ class StepLayouts:
         check_members(own.groups, type(self._optimizer).__name__, self._sharder.find)
         masters_on_host = any(record.on_host is not None for record in self._sharder.live)
         check_matrices(self._optimizer, self._sharder.find, masters_on_host)
-        check_rounding(self._optimizer, own.groups, *self._rounding)
+        check_rounding(self._optimizer, own.groups, self._rounding)
         if self._by_pattern:
             self._report(why)
         self._by_pattern.clear()
@@ -238,7 +241,7 @@ class StepLayouts:
         records = [[self._sharder.find(p) for p in group["params"] if p.grad is not None] for group in own.groups]
         present = [[r for r in group if r is not None] for group in records]
         self._split_kinds({r.index for group in present for r in group}, own.state)
-        dtypes = stored_dtypes_by_index(self._optimizer, own.groups, self._sharder.find, *self._rounding)
+        dtypes = stored_dtypes_by_index(self._optimizer, own.groups, self._sharder.find, self._rounding)
         pack_own_state(own.state, self._sharder.find, dtypes)
         mix = StepKernel.supports(self._optimizer, own.groups)
         kinds = self._kinds_by_rule(own.groups)
@@ -248,7 +251,7 @@ class StepLayouts:
             mix_dimensions=mix,
             stored_dtypes=dtypes,
             one_per_parameter=self._one_per_parameter,
-            round_weights=self._rounding[1],
+            rounding=self._rounding,
         )
         for run in runs:
             rule = rule_for(self._optimizer, own.groups[run.group])

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compat.modules import global_pre_hooks
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import all_reduce_sum
 from lightning_zero.optim.matrix_exchange import MatrixGroup
+from lightning_zero.optim.state_dtypes import NO_ROUNDING, Rounding
+from lightning_zero.optim.update_rules import needs_matrices
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
@@ -130,8 +133,6 @@ class OptimizerStepper:
         capture: ``"auto"`` or True: capture if possible; False: never.
         emulate: Debugging: compute on any device as a captured step does, without a graph.
         host: Host memory of shard-sized state; None keeps it on the shards' device.
-        state_dtype: The option of this name.
-        round_weights: The option ``bf16_stochastic_round``.
         matrix_bucket_bytes: See :class:`~lightning_zero.optim.step_kernel.StepKernel`.
 
     Attributes:
@@ -145,9 +146,8 @@ class OptimizerStepper:
         capture: bool | str = "auto",
         emulate: bool = False,
         host: StateOnHost | None = None,
-        state_dtype: str | None = None,
+        rounding: Rounding = NO_ROUNDING,
         matrix_bucket_bytes: int = 1 << 28,
-        round_weights: bool = False,
     ) -> None:
         device = sharder.executor.device
         self._sharder, self._weights = sharder, sharder.executor.weights
@@ -157,7 +157,7 @@ class OptimizerStepper:
         self._checked_steps = 0
         self._check: ElementwiseCheck | None = None
         self._reads_shapes = False
-        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, state_dtype, round_weights)
+        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, rounding)
         self.eager_reason = reason_not_captured(optimizer, device, capture, emulate)
         self._agreement = MatrixAgreement(optimizer, sharder)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
@@ -177,13 +177,13 @@ class OptimizerStepper:
             self._sum_over_ranks if sharder.mesh.shard_group.size > 1 else None,
         )
         # The first runner that can step a layout is used.
-        in_chunks = host is not None or state_dtype is not None
+        in_chunks = host is not None or rounding.state_dtype is not None
         own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if in_chunks else EagerRunner(self._layouts)
         # Also if nothing is captured: a group of matrices may be added later.
         self._runners: Sequence[StepRunner] = (self._captured, own)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # clipping left to the step
-        self._step_pre_hook: Any = None  # runs after users' pre-hooks and begins the step
+        self._step_pre_hook: Any = None  # runs after users' pre-hooks
         self._begins_in_step = False  # the pre-hook has not run yet
 
     @property
@@ -270,16 +270,30 @@ class OptimizerStepper:
         """
         self.end()
         self._choose_layouts()
-        if in_closure:
-            self._begin(skip)
-            return
+        self._begins_in_step = not in_closure
 
-        def begin_in_step(*_: Any) -> None:
+        def before_step(*_: Any) -> None:
             if self._begins_in_step:
                 self._begins_in_step = False
                 self._begin(skip)
+            elif self._swap.stepped:
+                self._check_second_step()
 
-        self._begins_in_step, self._step_pre_hook = True, self._optimizer.register_step_pre_hook(begin_in_step)
+        if in_closure:
+            self._begin(skip)
+        self._step_pre_hook = self._optimizer.register_step_pre_hook(before_step)
+
+    def _check_second_step(self) -> None:
+        """Raise :class:`UnsupportedError` if the optimizer's own code, which now runs, cannot step its shards."""
+        runs = () if self.layout is None else self.layout.runs
+        exchanges = self._may_be_on_host or needs_matrices(self._optimizer)
+        if exchanges or any(run.rounds or run.aliases_compute_shard for run in runs):
+            raise UnsupportedError(
+                f"{type(self._optimizer).__name__}.step() was called again before the first call had ended, as by a "
+                "function passed to register_step_post_hook(). Its values are rounded, offloaded, exchanged with other "
+                "ranks or written over its gradients once per step. Set `self.automatic_optimization = False`, call "
+                "`optimizer.step()` twice in training_step(), and pass Tuning(grad_aliasing=False)."
+            )
 
     @property
     def _has_pre_hooks(self) -> bool:

@@ -58,7 +58,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "cuda_graphs": engine.optimizers.stepper(optimizer).eager_reason,
         "memory": engine.session.config.memory,  # by which the session plans: test_memory_budget.py
         "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
-        "state_dtype": engine.optimizers.stepper(optimizer)._layouts._rounding[0],
+        "state_dtype": engine.optimizers.stepper(optimizer)._layouts._rounding.state_dtype,
         "bf16_stochastic_round": engine.optimizers.stepper(optimizer)._layouts._rounding[1],
         "offload_buffer_mb": engine.optimizers.config.tuning.offload_buffer_mb,
         "reduce_dtype": dtype,

@@ -12,6 +12,7 @@ from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.quantized_state import SCALES
+from lightning_zero.optim.state_dtypes import Rounding
 from lightning_zero.sharding.layout import STATE_BLOCK
 from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.lion import Lion
@@ -57,7 +58,7 @@ class Training:
 
     def capture(self, capture: bool) -> None:
         device: Any = (self.optimizer, self.sharder, capture, True)
-        self.stepper = OptimizerStepper(*device, self.host, self.state_dtype, round_weights=self.round_weights)
+        self.stepper = OptimizerStepper(*device, self.host, Rounding(self.state_dtype, self.round_weights))
 
     def go(
         self, steps: int = STEPS, skip: float | None = None, without: tuple[int, ...] = (), scale: float = 1.0

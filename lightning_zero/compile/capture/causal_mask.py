@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
-from lightning_zero.compile.capture.dynamo_graph import checkpoint_body, mutated_inputs, node_storage, walk_nodes
+from lightning_zero.compile.capture.dynamo_graph import (
+    checkpoint_body,
+    mutated_inputs,
+    node_storage,
+    outer_values,
+    walk_nodes,
+)
 from lightning_zero.compile.fx_utils import ForbidRandomOps
 
 MAX_MASK_ELEMENTS = 2**28  # elements of a mask that is evaluated, which needs memory for a moment
@@ -63,9 +69,8 @@ def _masked_calls(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator
             if isinstance(mask, Node) and not arguments.get("is_causal") and _is_square(arguments):
                 yield module, node, outside.get(mask, mask)
         elif (body := checkpoint_body(module, node)) is not None and called[node.args[0].target] == 1:
-            own = body.graph.find_nodes(op="placeholder")
-            given = [outside.get(value, value) if isinstance(value, Node) else value for value in node.args[1:]]
-            inside = {name: value for name, value in zip(own, given, strict=False) if isinstance(value, Node)}
+            given = outer_values(body, node, outside)
+            inside = {name: value for name, value in given.items() if isinstance(value, Node)}
             yield from _masked_calls(body, inside)
 
 

@@ -62,9 +62,13 @@ def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) ->
         if getattr(node.target, "overloadpacket", node.target) is op:
             yield node, inputs.get(node.args[0], node.args[0])
         elif (body := checkpoint_body(module, node)) is not None:
-            own = body.graph.find_nodes(op="placeholder")
-            given = [inputs.get(value, value) if isinstance(value, Node) else value for value in node.args[1:]]
-            yield from _gathers(body, dict(zip(own, given, strict=False)))
+            yield from _gathers(body, outer_values(body, node, inputs))
+
+
+def outer_values(body: GraphModule, call: Node, outside: Mapping[Node, Any]) -> dict[Node, Any]:
+    """Return the value of each input of a called graph, replaced by its value in ``outside`` if there."""
+    given = [outside.get(value, value) if isinstance(value, Node) else value for value in call.args[1:]]
+    return dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=False))
 
 
 def checkpoint_body(module: GraphModule, node: Node) -> GraphModule | None:

@@ -80,7 +80,6 @@ class CUDAGraphManager:
         self._hooked_late: set[int] = set()  # and of those that got a hook between forward and backward
         self._stepped = -1, -1  # epoch of weights, and the number of backwards that had ended then
         self.in_step = False
-        self.memory = BackwardMemory(config.tuning.share_capture_memory)
         weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
         # Process groups may be destroyed at exit by a handler registered before the engine existed.
         atexit.register(_close, weakref.ref(self))
@@ -112,8 +111,8 @@ class CUDAGraphManager:
         Args:
             unsupported_here: new reason why capturing is impossible here; None to keep it.
         """
+        self._share_memory = config.tuning.share_capture_memory
         self.drop()
-        self.memory = BackwardMemory(config.tuning.share_capture_memory)
         if unsupported_here is not None and self.device.type == "cuda":
             self._unsupported_here = unsupported_here
         emulated = config.tuning.emulate_cuda_graph_model
@@ -163,13 +162,13 @@ class CUDAGraphManager:
     def drop(self) -> None:
         """Free the memory of all captures."""
         _drop(self._calls)
-        self.memory = BackwardMemory(self.memory.shared)
+        self.memory = BackwardMemory(self._share_memory)
 
     def close(self) -> None:
         """Free all captures, even with a pending backward: destroying a process group waits for its captured
         collectives."""
         _end(self._calls, self._pairs)
-        self.memory = BackwardMemory(self.memory.shared)
+        self.drop()
 
     def is_one_of_several(self, call: GraphDispatcher) -> bool:
         """Return True if a step calls other graphs, or this one several times before its backward."""

@@ -178,6 +178,9 @@ def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
         if (body := bodies[digest]) is not None and _sums_in_same_order(region, body):
             layers.append(_Layer(region, digest, body))
     if log.isEnabledFor(logging.DEBUG):
+        for match in [match for match, digest in regions if digest is None]:
+            call = find_undescribed(match.places)
+            log.debug("Layer deduplication: layer at %s is traced alone (%s cannot be described)", match.nodes[0], call)
         log_unmatched_regions(module.graph, {node for layer in layers for node in layer.region.nodes})
     kinds = {layer.digest: len(layer.region.places) for layer in layers}
     spared = sum(len(layer.region.places) for layer in layers) - sum(kinds.values())

@@ -91,15 +91,9 @@ class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
         if engine is None:
             module.load_state_dict(state_dict, strict=strict)
             return
-        engine.before_step()
         state_dict = materialize_extra_state(state_dict)
-        try:
-            with engine.checkpoints.loading_weights(self._load_source):
-                module.load_state_dict(state_dict, strict=strict)
-            engine.checkpoints.after_loading()
-        finally:
-            engine.sharder.sync.invalidate_copies()
-            engine.sharder.sync.after_writing()
+        with engine.overwriting_weights(), engine.checkpoints.loading_weights(self._load_source):
+            module.load_state_dict(state_dict, strict=strict)
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

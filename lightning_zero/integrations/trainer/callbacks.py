@@ -189,12 +189,9 @@ def average_shards(trainer: pl.Trainer, engine: Engine, module: nn.Module, devic
 
 def _flush_before(exchange: Callable[[Any], None], module: Any) -> None:
     engine = engine_of(module)
-    if engine is not None:
-        # The callback writes to `param.data`; edits of gathered weights that are pending would overwrite it.
-        engine.cycle.before_step()
-    exchange(module)
-    if engine is not None:
-        engine.checkpoints.after_loading()
+    # The callback writes to `param.data`; edits of gathered weights that are pending would overwrite it.
+    with nullcontext() if engine is None else engine.overwriting_weights():
+        exchange(module)
 
 
 def _notify_update(callback: Any, decide: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

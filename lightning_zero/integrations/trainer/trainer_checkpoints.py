@@ -260,9 +260,13 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
             materialize_values(self.lightning_module)
             self._prepare_module(self.lightning_module.trainer)
         checkpoint = {**checkpoint, "state_dict": materialize_extra_state(checkpoint["state_dict"])}
-        with self._show_progress(), self._require_engine().checkpoints.loading_weights(self._loaded_path):
+        engine = self._require_engine()
+        with (
+            self._show_progress(),
+            engine.overwriting_weights(),
+            engine.checkpoints.loading_weights(self._loaded_path),
+        ):
             super().load_model_state_dict(checkpoint, strict=strict)
-        self._require_engine().checkpoints.after_loading()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

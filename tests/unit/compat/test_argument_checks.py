@@ -1,9 +1,12 @@
 """Replaced functions of torch inside and around compiled code."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
 from lightning_zero.compat.argument_checks import check_tensor_arguments
 
@@ -22,12 +25,22 @@ def test_a_replaced_function_that_compiled_code_calls_outside_of_its_graph_is_no
     assert not counters["graph_break"]
 
 
-def test_replaced_functions_break_no_graphs() -> None:
+def test_graphs_call_torchs_own_functions_whenever_dynamo_looks_them_up() -> None:
+    """Otherwise AOTAutograd would cache no such graph, and no layer with such a call would be deduplicated."""
     check_tensor_arguments(lambda name, args: args)
-    torch._dynamo.reset()
+    replaced = (torch.tensor, torch.as_tensor, torch.asarray)
+    targets: list[Any] = []
+
+    def backend(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        targets.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
 
     def model(x: Tensor) -> Tensor:
         return x + torch.tensor(1.0) + torch.as_tensor([1.0, 2.0], device=x.device) + torch.asarray(x)
 
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch._dynamo.trace_rules.clear_lru_cache()  # as torch.distributed.init_process_group does
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [4.0, 5.0]
+    assert {function.__wrapped__ for function in replaced} <= set(targets)
+    assert not set(replaced) & set(targets)

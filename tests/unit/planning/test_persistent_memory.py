@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_zero import Tuning
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.state_dtypes import Rounding
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.persistent_memory import measure_optimizer_memory, persistent_bytes, shard_parameters
 from lightning_zero.sharding.weight_format import packed_words
@@ -20,7 +21,7 @@ def kept(make: Any, state_dtype: str | None) -> Any:
     module = nn.Linear(64, 64)
     params = list(module.parameters())
     shards = shard_parameters(module, 2, state_blocks=state_dtype == "8bit")
-    return measure_optimizer_memory([make(params)], params, shards, state_dtype)
+    return measure_optimizer_memory([make(params)], params, shards, Rounding(state_dtype))
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,20 @@ def test_an_optimizer_whose_formula_is_not_known_is_refused_by_name() -> None:
         Training(Mine).go(1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"state_dtype": "bf16"}, {"state_dtype": "8bit"}, {"round_weights": True, "state_dtype": None}, {"on_host": True}],
+    ids=str,
+)
+def test_a_second_step_in_a_hook_is_refused(options: dict[str, Any]) -> None:
+    training = Training(lambda params: torch.optim.AdamW(params, lr=0.01), **options)
+    hook = training.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.step())
+    with pytest.raises(UnsupportedError, match=r"AdamW.step\(\) was called again .* `optimizer.step\(\)` twice"):
+        training.go(1)
+    hook.remove()
+    training.go(1)
+
+
 def test_moments_and_weights_stay_as_near_to_those_in_float32_as_rounding_allows() -> None:
     """Bound the error of averages by that of their rounding.
 

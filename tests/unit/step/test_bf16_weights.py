@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.optim.state_dtypes import check_rounding
+from lightning_zero.optim.state_dtypes import Rounding, check_rounding
 from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.lion import Lion
 from tests.helpers.rounded_steps import MAKES, Training
@@ -147,7 +147,7 @@ def test_what_cannot_be_rounded_is_refused() -> None:
     def text(make: Any, params: Any = weights) -> str:
         optimizer = make(params)
         with pytest.raises(UnsupportedError) as caught:
-            check_rounding(optimizer, optimizer.param_groups, None, True)
+            check_rounding(optimizer, optimizer.param_groups, Rounding(weights=True))
         return str(caught.value)
 
     class Mine(torch.optim.AdamW):

@@ -9,6 +9,7 @@ import torch
 from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.flat_runs import StateOnHost
+from lightning_zero.optim.state_dtypes import Rounding
 from lightning_zero.sharding.param_record import Role
 from lightning_zero.step.runners import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
@@ -40,7 +41,7 @@ class Training:
                 record.on_host = record.shard.detach()
                 record.memory = {Role.COMPUTE_SHARD: copies[at : at + record.shard.numel()]}
         state_dtype = "bf16" if narrow else None
-        self.stepper = OptimizerStepper(self.optimizer, self.sharder, capture, True, host, state_dtype)
+        self.stepper = OptimizerStepper(self.optimizer, self.sharder, capture, True, host, Rounding(state_dtype))
 
     def mark(self, indices: list[int], written: bool) -> None:
         self.marked = self.marked | {*indices} if written else self.marked - {*indices}

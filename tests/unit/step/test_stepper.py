@@ -306,6 +306,30 @@ def test_under_way_is_from_begin_to_the_end_of_the_optimizers_own_step() -> None
     assert bench.optimizer.param_groups[0]["params"][0] is bench.sharder.params[0]
 
 
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_step_in_a_hook_steps_once_more(capture: bool, register: str) -> None:
+    bench = Bench(lambda params: torch.optim.SGD(params, lr=0.1), capture=capture)
+    optimizers = steps(bench, [])
+    calls: list[int] = []
+
+    def step_once_more(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        calls.append(len(calls))
+        if len(calls) % 2:
+            optimizer.step()
+
+    getattr(bench.optimizer, register)(step_once_more)
+    for _ in range(2):
+        bench.bring()
+        with optimizers.stepping(bench.optimizer, clip=1e-3):
+            bench.optimizer.step()
+        torch.nn.utils.clip_grad_norm_(bench.copies, 1e-3)
+        for _ in range(2):
+            bench.plain.step()
+        bench.check()
+    assert len(calls) == 4
+
+
 def test_inside_flat_there_are_a_few_parameters_with_their_gradients() -> None:
     bench = Bench()
     bench.bring()
@@ -344,7 +368,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(bench.copies, CLIP))
         bench.plain.step()
         bench.check()
-    assert log == ["final", "before", "begin", ("end", True)] * 3
+    assert log == ["begin", ("end", True)] * 3
     assert type(optimizers.stepper(bench.optimizer).runner) is CapturedRunner
 
 

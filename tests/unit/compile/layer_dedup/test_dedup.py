@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.argument_checks import check_tensor_arguments
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup
 from lightning_zero.compile.layer_dedup.expand import LayerExpansion
 from tests.unit.compile.layer_dedup.modules import (
@@ -148,7 +150,24 @@ def test_views_that_a_model_returns_of_each_layer_get_their_gradients() -> None:
     torch.testing.assert_close(once, grads(module))
 
 
+def test_the_call_that_keeps_a_layer_from_being_traced_once_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Calling(Block):
+        def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+            return x + self.narrow(doubled(F.gelu(self.wide(x))))
+
+    with caplog.at_level("DEBUG", "lightning_zero.compile.layer_dedup"):
+        assert joint_graph(Stack(Calling), True)[1] == 0
+    assert caplog.text.count("is traced alone (doubled") == LAYERS
+
+
+@torch.compiler.allow_in_graph
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 def test_what_needs_no_gradient_and_constants_keep_no_layer_from_being_traced_once() -> None:
+    check_tensor_arguments(lambda name, args: args)  # replaces torch.tensor, as each engine does
+    torch._dynamo.trace_rules.clear_lru_cache()  # as torch.distributed.init_process_group does
     torch.manual_seed(0)
     module, x = Cached(Windowed), torch.randn(3, 6, WIDTH, requires_grad=True)
     counts: list[int] = []
