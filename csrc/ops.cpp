@@ -44,6 +44,20 @@ at::Tensor weight_factor(const at::Tensor& shard) {
   return executor->weights().fp8_factor(index);
 }
 
+// Return a copy of `scale`, and note numbers of the fp8 matrix `matrix` of this weight's layer, see
+// lightning_zero/sharding/fp8_health.py. The result is read, so that graphs keep the op.
+at::Tensor fp8_health(const at::Tensor& scale, const at::Tensor& amax,
+                      const std::optional<at::Tensor>& underflow, const std::optional<at::Tensor>& overflow,
+                      const at::Tensor& shard, int64_t matrix) {
+  auto [executor, index] = ShardTable::instance().find(shard, "fp8_health");
+  std::vector<at::Tensor> numbers{amax};
+  for (const auto& number : {underflow, overflow})
+    if (number)
+      numbers.push_back(*number);
+  executor->weights().note_fp8_health(index, matrix, numbers);
+  return scale.clone();
+}
+
 // Gather several weights in one launch into one tensor, each padded to ranks * shard elements.
 at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
   return executor_of(shards, "gather_group").weights().gather_group(shards, dtype, numel);
@@ -146,6 +160,10 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_start));
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor", any(gather_group));
   m.def("weight_factor(Tensor shard) -> Tensor", any(weight_factor));
+  m.def(
+      "fp8_health(Tensor scale, Tensor amax, Tensor? underflow, Tensor? overflow, Tensor shard, int matrix) "
+      "-> Tensor",
+      any(fp8_health));
   // Both mutate `cache`, so that its readers are ordered after them.
   m.def("cached_gather_start(Tensor(a!)[] cache, Tensor[] shards) -> ()", any(cached_gather_start));
   m.def("cached_gather_wait(Tensor(a!)[] cache, Tensor[] shards) -> ()", any(cached_gather_wait));

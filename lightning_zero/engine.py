@@ -28,6 +28,7 @@ from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.pinned_memory import host_master_policy
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construction import sharded_construction
+from lightning_zero.sharding.fp8_health import Fp8Health
 from lightning_zero.sharding.frozen_weights import frozen_weights
 from lightning_zero.sharding.full_params import ModuleCopier, PickledAsNone, full_parameters, unshard_module
 from lightning_zero.sharding.module_patching import engine_of_class, is_sharded
@@ -124,6 +125,7 @@ class Engine(PickledAsNone):
         self.checkpoints = CheckpointManager(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledStepHooks(self.session, self.cuda_graphs, self.sharder, self.transports)
         self.checkpoints.after_loading = compiled.after_loading
+        self._compiled = compiled
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = MemoryController(compiled, self.optimizers, lambda: cycle.accumulates)
@@ -143,6 +145,11 @@ class Engine(PickledAsNone):
     def world_size(self) -> int:
         """Return the number of ranks of the mesh."""
         return self.mesh.world_size
+
+    @property
+    def fp8_health(self) -> Fp8Health | None:
+        """Return the health of this rank's fp8 matrices; None without ``fp8_health_every`` or before training."""
+        return self._compiled.fp8_health
 
     def configure(self, config: EngineConfig) -> None:
         """Apply other options between steps. If an error is raised, no option has changed.

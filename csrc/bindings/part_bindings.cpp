@@ -55,6 +55,7 @@ void bind_executor_parts(torch::Library& m) {
       ("set_unsharded_cache", &Parameters::set_unsharded_cache, {arg("index"), arg("memory")})             //
       ("set_compute_shard", &Parameters::set_compute_shard, {arg("index"), arg("copy")})                   //
       ("set_fp8_factor", &Parameters::set_fp8_factor, {arg("index"), arg("factor")})                       //
+      ("set_fp8_health", &Parameters::set_fp8_health, {arg("index"), arg("memory")})                       //
       ("set_fp8_shard", &Parameters::set_fp8_shard, {arg("index"), arg("copy"), arg("peers")})             //
       ("add_compute_shard_memory", &Parameters::add_compute_shard_memory, {arg("copies"), arg("shards")})  //
       ("mark_on_host", &Parameters::mark_on_host, {arg("index")})                                          //

@@ -195,6 +195,12 @@ void Parameters::set_fp8_factor(int64_t index, at::Tensor factor) {
   context_.at(index).fp8_factor = std::move(factor);
 }
 
+void Parameters::set_fp8_health(int64_t index, at::Tensor memory) {
+  Lock lock(context_.mutex);
+  TORCH_INTERNAL_ASSERT(memory.dim() == 2 && memory.scalar_type() == at::kFloat);
+  context_.at(index).fp8_health = std::move(memory);
+}
+
 void Parameters::set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);

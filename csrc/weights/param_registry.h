@@ -91,6 +91,7 @@ struct ParamRecord {
   // weights/compute_shards.h.
   ShardCopy fp8_shard;
   at::Tensor fp8_factor;  // a float32 number; undefined if no graph may gather the weight in fp8
+  at::Tensor fp8_health;  // numbers of the layer's fp8 matrices, by row; undefined without the option
   std::set<at::ScalarType> gathered_in;  // dtypes in which compiled code gathered the weight
   std::vector<at::Tensor> shards;        // of every rank of the host, with an epoch lock
   CachedWeight cached;
@@ -182,6 +183,8 @@ class Parameters {
   void set_compute_shard(int64_t index, at::Tensor copy);
   // Set the number by which gathers in fp8 divide the weight, in memory that Python writes.
   void set_fp8_factor(int64_t index, at::Tensor factor);
+  // Set memory for numbers of the layer's fp8 matrices: one row for each, float32.
+  void set_fp8_health(int64_t index, at::Tensor memory);
   // Set a shard in fp8, and that of every rank if this process can read them, which needs an epoch lock.
   void set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
   // The shard is in host memory, which the device reads over its link.

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_maximum.h>
 
 #include "torch_compat.h"
 
@@ -95,6 +96,16 @@ at::Tensor Weights::fp8_factor(int64_t index) const {
   const auto& record = context_.at(index);
   TORCH_INTERNAL_ASSERT(record.fp8_factor.defined(), record.name, " has no factor for fp8");
   return record.fp8_factor.clone();
+}
+
+void Weights::note_fp8_health(int64_t index, int64_t matrix, at::TensorList numbers) const {
+  Lock lock(context_.mutex);
+  const auto& memory = context_.at(index).fp8_health;
+  if (!memory.defined())
+    return;
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  auto largest = memory.select(0, matrix).narrow(0, 0, static_cast<int64_t>(numbers.size())).unbind();
+  at::_foreach_maximum_(largest, numbers);  // NaN stays
 }
 
 void Weights::cached_gather_start(at::TensorList cache, at::TensorList shards) {

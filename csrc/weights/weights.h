@@ -31,6 +31,8 @@ class Weights {
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
   // Return a copy of the factor of gathers in fp8, a number.
   at::Tensor fp8_factor(int64_t index) const;
+  // Raise the first numbers of a layer's fp8 matrix to these, which are 0-dim, if their memory is set.
+  void note_fp8_health(int64_t index, int64_t matrix, at::TensorList numbers) const;
   // Gather weights that stay until the optimizer step into their memory, unless they are valid.
   void cached_gather_start(at::TensorList cache, at::TensorList shards);
   // Begin a compiled graph that gathers and reduces according to `plan`. All ranks must have that plan, and

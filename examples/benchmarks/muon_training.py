@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from typing import Any
 
 import lightning as L
@@ -26,6 +27,8 @@ from compare.timing import Clock, exit_without_cleanup, outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder, Tokens
 
 WAYS = ("muon", "adamw")
+BEGIN = time.perf_counter()
+WATCHED = 4  # steps whose micro-batches are reported: of these, the first ones compile and capture
 
 
 class Module(L.LightningModule):
@@ -50,11 +53,20 @@ class Module(L.LightningModule):
         adamw = torch.optim.AdamW(others, lr=1e-4, weight_decay=0.1, fused=fused)
         return [torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1), adamw] if matrices else [adamw]
 
+    def on_train_start(self) -> None:
+        self.progress("the strategy is set up")
+
+    def progress(self, event: str) -> None:
+        """Print the seconds since the start of the program, on its standard error."""
+        print(f"{self.way}: {event} ({time.perf_counter() - BEGIN:.1f} s)", file=sys.stderr, flush=True)
+
     def training_step(self, batch: Tensor, index: int) -> None:
         assert self.net is not None
         if (index + 1) % self.accumulate:
             with self.trainer.strategy.block_backward_sync():
                 self.manual_backward(self.net(batch[:, :-1], batch[:, 1:]) / self.accumulate)
+            if index < WATCHED * self.accumulate:
+                self.progress(f"micro-batch {index}")
             return
         loss = self.net(batch[:, :-1], batch[:, 1:])
         self.manual_backward(loss / self.accumulate)
@@ -63,8 +75,11 @@ class Module(L.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
             optimizer.step()
             optimizer.zero_grad()
+            if index < WATCHED * self.accumulate:
+                self.progress(f"micro-batch {index}, step of {type(optimizer.optimizer).__name__}")
         self.loss = loss.detach()
         self.marks.append(Clock.mark())
+        self.progress(f"step {len(self.marks)} is queued")
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -82,10 +97,12 @@ def train(arguments: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    module.progress("fit begins")
     with quick_draws():
         trainer.fit(module, DataLoader(Tokens(arguments.length), arguments.batch))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    module.progress("the device has ended the last step")
     marks = module.marks[arguments.warm - 1 :]
     times = [Clock.between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
     tokens = arguments.batch * arguments.length * arguments.accumulate

@@ -38,12 +38,14 @@ def multiply(
     Args:
         left: fp8, of shape (m, k).
         right: fp8, of shape (n, k).
-        left_scale, right_scale: float32 numbers.
+        left_scale, right_scale: float32; both numbers, or vectors with one number for each row, in any shape.
         bias: of shape (n,).
         dtype: of the result.
         fast: accumulate in the tensor cores' registers only; ignored on a CPU.
     """
     left, right = left.contiguous(), right.contiguous()
+    if left_scale.numel() > 1 or right_scale.numel() > 1:
+        left_scale, right_scale = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
     if left.device.type != "cpu":
         return scaled_mm(left, right.t(), left_scale, right_scale, bias, None, dtype, fast)
     product = (left.float() @ right.float().t()) * (left_scale * right_scale)

@@ -40,6 +40,7 @@ from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.offload.staging_ring import FRACTION_WITH_COMPUTE, measure_host_bandwidth
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel, measure_costs
 from lightning_zero.profiling.device_gauges import MemoryGauge
+from lightning_zero.sharding.fp8_health import Fp8Health
 from lightning_zero.sharding.fp8_shards import Fp8Shards, uses_fp8_shards
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
@@ -343,6 +344,7 @@ class CompiledStepHooks:
         self.sharder = sharder
         self.transports = transports
         self._fp8_shards: Fp8Shards | None = None  # set once they are used
+        self.fp8_health: Fp8Health | None = None  # with the option, from the first forward
         self._eager_reads = -1  # in the last step; -1 if unknown
         self._reported_hooks = False
         self._reported_limit: float | None = None  # MiB of activations of the last warning
@@ -372,6 +374,8 @@ class CompiledStepHooks:
             if (fp8_shards := self._find_fp8_shards()) is not None and fp8_shards.before_forward():
                 self._cuda_graphs.drop()  # they cast master shards
             self._executor.weights.refresh_compute_shards()
+            if (fp8_health := self._find_fp8_health()) is not None and fp8_health.before_forward():
+                self._cuda_graphs.drop()
         used = config.compute_dtype if config.compiled.enabled else None  # eager code casts after it reads
         kept = self.session.next_pass()
         self.sharder.memory.cache_unsharded(used, small_weight_bytes(config.compiled), kept)
@@ -391,6 +395,18 @@ class CompiledStepHooks:
             )
         return self._fp8_shards
 
+    def _find_fp8_health(self) -> Fp8Health | None:
+        """Return the health of fp8 matrices; None if the options do not ask for it."""
+        config = self.session.config
+        every = config.tuning.fp8_health_every if config.linear_dtype == "fp8" else None
+        if every is None:
+            self.fp8_health = None
+        elif self.fp8_health is None:
+            self.fp8_health = Fp8Health(self._executor, self.sharder.records, every)
+        else:
+            self.fp8_health.every = every
+        return self.fp8_health
+
     def begin_stage(self) -> None:
         """Call when a training or an evaluation begins."""
         if self._fp8_shards is not None:
@@ -403,6 +419,8 @@ class CompiledStepHooks:
         """
         if self._fp8_shards is not None:
             self._fp8_shards.after_step(forward_follows)
+        if self.fp8_health is not None:
+            self.fp8_health.after_step()
 
     def before_evaluation(self) -> None:
         """Call before each evaluation forward."""

@@ -48,6 +48,8 @@ class CompileConfig:
     fp8_exclude: tuple[str, ...] = ()
     fp8_min_gain: float = Tuning.fp8_min_gain
     fp8_gradient_format: str = Tuning.fp8_gradient_format
+    fp8_recipe: str = Tuning.fp8_recipe
+    fp8_health: bool = False
     fp8_shards: bool = False
 
     @classmethod
@@ -73,6 +75,8 @@ class CompileConfig:
             fp8_exclude=tuning.fp8_exclude,
             fp8_min_gain=tuning.fp8_min_gain,
             fp8_gradient_format=tuning.fp8_gradient_format,
+            fp8_recipe=tuning.fp8_recipe,
+            fp8_health=tuning.fp8_health_every is not None,
             fp8_shards=tuning.fp8_shards,
         )
 
@@ -126,6 +130,12 @@ class EngineConfig(Options):
             raise UnsupportedError(
                 "linear_dtype='fp8' and compile=False: only compiled code has fp8 products. Leave compile at True, or "
                 "linear_dtype out."
+            )
+        if self.linear_dtype == "fp8" and self.tuning.fp8_recipe == "rowwise" and self.tuning.fp8_shards:
+            raise UnsupportedError(
+                "fp8_recipe='rowwise' and fp8_shards=True: fp8 shards have one factor for each weight, and rowwise "
+                "products need one for each row, and others for each column. Leave fp8_shards out, or pass "
+                "Tuning(fp8_recipe='tensorwise', fp8_shards=True)."
             )
         if self.tuning.grad_aliasing:
             self._check_grad_aliasing()

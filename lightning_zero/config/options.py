@@ -277,6 +277,20 @@ class Tuning:
         default="e5m2",
         on_change=OnChange.RECOMPILE,
     )
+    fp8_recipe: Literal["tensorwise", "rowwise"] = _compile(
+        "With ``linear_dtype='fp8'``, the scales of a product. ``'tensorwise'`` has one for each matrix, ``'rowwise'`` "
+        "one for each row of the left and column of the right operand. Default ``'tensorwise'``.",
+        default="tensorwise",
+        on_change=OnChange.RECOMPILE,
+    )
+    fp8_health_every: int | None = _compile(
+        "With ``linear_dtype='fp8'``, reads amax, underflow and overflow of each layer's matrices after so many "
+        "optimizer steps, and warns of infinity and NaN. Default None: never.",
+        default=None,
+        check=check_count,
+        on_change=OnChange.RECOMPILE,
+        default_text="never",
+    )
     fp8_shards: bool = _compile(
         "With ``linear_dtype='fp8'`` on one host, casts float32 weights whose products are all in fp8 once per "
         "optimizer step, and gathers them in fp8. Default False.",

@@ -30,7 +30,7 @@ def load_safetensors(
     """Load Hugging Face's files into a module, sharded or not, in the module's dtypes.
 
     Each rank reads only its shards. Call it on every rank, in ``configure_model()`` after the module was built, or
-    between steps.
+    between steps. Weights that bitsandbytes or torchao (``Int8Tensor``) has saved quantized are dequantized.
 
     Args:
         module: Module whose keys and shapes are those of the files. Values are converted to its dtypes.

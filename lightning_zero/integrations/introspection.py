@@ -93,6 +93,15 @@ class EngineIntrospectionMixin:
         """Return the all-gathers and gradients of each compiled graph; ``print()`` shows them as tables."""
         return self._require_engine().session.plans.plan
 
+    def fp8_health(self) -> dict[str, float]:
+        """Return this rank's amax, underflow and overflow of fp8 matrices.
+
+        Empty without ``fp8_health_every``. Numbers are the largest of the last reported steps, by name, such as
+        ``"layer.weight/input_amax"``.
+        """
+        health = self._require_engine().fp8_health
+        return {} if health is None else health.read()
+
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """The plan for ``memory=`` and its expected peak; prints as a table, and ``as_dict()`` is for JSON.

@@ -64,6 +64,12 @@ class Parameters(Protocol):
         The caller keeps its memory current.
         """
 
+    def set_fp8_health(self, index: int, memory: Tensor) -> None:
+        """Set memory for numbers of the layer's fp8 matrices, float32, of shape (matrices, numbers).
+
+        The op ``fp8_health`` raises numbers there, and the caller resets them.
+        """
+
     def set_fp8_shard(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
         """Set memory for the parameter's shard in fp8, on this rank and on each rank.
 

@@ -25,8 +25,9 @@ from lightning_zero.native.build import kill_compilers
 
 TICK_S = 0.5
 TO_FAIL_S = 3.0  # for a rank to fail by itself after another one has
-TO_COME_S = 1.0  # to reach the store first: a rank that was never seen cannot be missed
-TO_TELL_S = 2.0
+TO_COME_S = 5.0  # to reach the store first: a rank that was never seen cannot be missed
+TO_TELL_S = 10.0  # for another process's store to be reached; on busy machines it took more than two
+TO_TELL_OWN_S = 2.0  # for a store that this rank would have served itself, perhaps never
 STORE_GONE_S = 5.0
 EARLIER_TICKS = 200  # of 10 ms; a launcher starts its ranks within this time
 CONNECTION_S = 10.0
@@ -91,12 +92,14 @@ class StartupWatch:
         self._failure: str | None = None
         self._joined = False
         self._of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = rank == 0 and not self._of_launcher
+        self._to_tell_s = TO_TELL_OWN_S if serves else TO_TELL_S
         self._began = self._stopped_at = time.monotonic()
         self._seen: dict[int, dict[str, Any]] = {}
         self._ended: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-startup", daemon=True)
         self._thread.start()
-        if rank != 0 or self._of_launcher:  # otherwise this rank serves the store later
+        if not serves:  # later
             self._announced.wait(TO_COME_S)
 
     def joined(self) -> None:
@@ -113,7 +116,7 @@ class StartupWatch:
         """Stop: the watchdog takes over."""
         self._stopped_at = time.monotonic()
         self._stopped.set()
-        self._reported.wait(TO_TELL_S)
+        self._reported.wait(self._to_tell_s)
 
     def _run(self) -> None:
         try:
@@ -152,7 +155,7 @@ class StartupWatch:
                 break
             if not self._stopped.wait(TICK_S):
                 self._report(None)
-            elif self._failure is None or time.monotonic() > self._stopped_at + TO_TELL_S:
+            elif self._failure is None or time.monotonic() > self._stopped_at + self._to_tell_s:
                 return None
             else:  # the store may be served in time for the failure to be reported
                 time.sleep(TICK_S)

@@ -45,7 +45,8 @@ class CommMonitor(Callback):
       ``optimizer_state_on_host``, ``activations_on_host``, ``captures``, ``peers`` (symmetric memory, outside of the
       allocator) and so on, by role;
     * ``replays/forward_backward``, ``replays/optimizer_step``: 1 if CUDA graphs were replayed in these steps, else 0,
-      and one line gives the reason.
+      and one line gives the reason;
+    * ``fp8/LAYER/MATRIX_amax``, ``_underflow`` and ``_overflow`` of fp8 matrices, with the option ``fp8_health_every``.
 
     Steps in which something was compiled do not count in times and rates. The numbers are rank 0's.
 

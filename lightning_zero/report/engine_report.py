@@ -122,7 +122,8 @@ def _fp8_layers(engine: Engine) -> list[str]:
     converted = sum(not linear.reasons for linear in linears.values())
     listed = [f"{reason} ({count})" for reason, count in reasons.most_common(MOST_NAMES)]
     others = f", in 16 bits: {', '.join(listed)}" if listed else ""
-    return [f"fp8: {converted} of {len(linears)} linear layers{others}", *_fp8_gathers(engine)]
+    scales = "" if engine.config.tuning.fp8_recipe == "tensorwise" else f" {engine.config.tuning.fp8_recipe}"
+    return [f"fp8{scales}: {converted} of {len(linears)} linear layers{others}", *_fp8_gathers(engine)]
 
 
 def _fp8_gathers(engine: Engine) -> list[str]:

@@ -144,6 +144,8 @@ def window_metrics(
     values["comm/gathered_mib"] = during.gathered / steps / 2**20
     values["comm/reduced_mib"] = during.reduced / steps / 2**20
     values |= {f"memory/{role}_mib": nbytes / 2**20 for role, nbytes in _memory(engine, optimizers).items()}
+    if engine.fp8_health is not None:
+        values |= {f"fp8/{name}": number for name, number in engine.fp8_health.values.items()}
     replayed, why = _replays(engine, optimizers, during)
     return values | replayed, missing + why
 

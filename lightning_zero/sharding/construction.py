@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.sharding.shard_tensor import is_shard, spec_of
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.state_dict import StateDictHooks
 
@@ -30,6 +31,15 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
     hooks = torch.nn.modules.module
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        own = module._parameters.get(name)
+        known = None if own is None else sharder.find(own)
+        if known is not None and own is not param and is_shard(param) and spec_of([param]) is known.spec:
+            # A new parameter of the shard's values, as PEFT makes to cast an adapter.
+            assert own is not None
+            assert param is not None
+            own.data = param.data
+            own.requires_grad_(param.requires_grad)
+            return own
         index = -1 if param is None else sharder.executor.weights.find_gathered(param)
         if index < 0:
             return None

@@ -44,7 +44,7 @@ def _nf4(  # type: ignore[no-untyped-def]
     scales_ptr = (packed_ptr + scales_begin).to(tl.pointer_type(tl.float32))
     maximum = tl.load(maxima_ptr + block, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales_ptr + block // BLOCKS_PER_SCALE, mask=inside, other=0.0)
-    factor = maximum * scale * STEP
+    factor = maximum * maximum * scale * STEP
     field = tl.arange(0, 8)
     code = (codes[:, None] >> (4 * field)[None, :]) & 15
     table_ptr = (packed_ptr + table_begin).to(tl.pointer_type(tl.float32))
@@ -83,7 +83,7 @@ def nf4_values(
 
     Args:
         sizes: int32 words of codes, maxima and scales; the table follows them.
-        levels: codes of a maximum above zero.
+        levels: codes of a maximum above zero; a maximum is proportional to the square of its code.
         group: blocks of 64 elements with one scale.
     """
     out = torch.empty(shape, dtype=dtype, device=packed.device)
@@ -98,7 +98,7 @@ def nf4_values(
         words + maxima + scales,
         BLOCK_WORDS=8,
         BLOCKS_PER_SCALE=group,
-        STEP=1 / levels,
+        STEP=1 / levels**2,
         WORDS=WORDS,
         MASKED=words % WORDS != 0 or out.numel() % 8 != 0,
         num_warps=WARPS,

@@ -63,7 +63,7 @@ class FrozenWeights:
             and param.dim() == 2
             and param.is_floating_point()
             and param.itemsize in (2, 4)
-            and len(param) > 0
+            and param.numel() > 0
             and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
         )
 
@@ -112,6 +112,7 @@ def check_not_quantized(name: str, param: Tensor) -> None:
         if package in _QUANTIZERS:
             raise UnsupportedError(
                 f"Parameter {name!r} was quantized by {package} ({kind.__name__}). Its bytes cannot be sharded without "
-                "their scales. Load the model without quantization (leave out quantization_config, or quantize_()), in "
-                "bfloat16, freeze it, and pass ZeroStrategy(frozen_dtype='nf4')."
+                "their scales. Build the model without quantization (leave out quantization_config, or quantize_()), "
+                "in bfloat16, freeze it, and pass ZeroStrategy(frozen_dtype='nf4'). lightning_zero.load_safetensors "
+                "reads files that were saved quantized, too."
             )

@@ -214,6 +214,7 @@ class ShardSpec:
         collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.
         on_missing_grad: called if users' code reads ``param.grad`` and it is None; None to call nothing.
         packed: kind of the format if the shard holds codes of a frozen weight; None if it holds values.
+        on_cast: gives the parameter the full value of another dtype while its model is being built; None after that.
         storage_address: address of the storage that the shard is in.
     """
 
@@ -225,6 +226,7 @@ class ShardSpec:
     on_write: Callable[[bool], None]
     collective: Callable[[Callable[[bool], dist.Work | None]], None]
     packed: str | None = None
+    on_cast: Callable[[Tensor], None] | None = None
     storage_address: int = 0
     on_missing_grad: Callable[[], None] | None = None
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
@@ -284,7 +286,13 @@ class ShardSpec:
             self.on_write(False)
 
     def assign_data(self, tensor: Tensor, value: Any) -> None:
-        """Do ``tensor.data = value`` by a copy into the shard, which gathers and optimizer steps read."""
+        """Do ``tensor.data = value`` by a copy into the shard, which gathers and optimizer steps read.
+
+        Collective if ``value`` casts a parameter of a model that is being built, as ``module.to(dtype)`` does.
+        """
+        if self.on_cast is not None and type(tensor) is ShardParameter and self._is_cast(tensor, value):
+            self.on_cast(gather_value(value))
+            return
         with no_shard_dispatch(), torch.no_grad():
             if isinstance(value, Tensor) and value.shape != tensor.shape and value.shape == self.layout.shape:
                 value = self.layout.part(value, self.shard_index)
@@ -305,6 +313,15 @@ class ShardSpec:
                     self._detach_aliases()
                 tensor.copy_(value)
             self.clear_padding(tensor)
+
+    def _is_cast(self, tensor: Tensor, value: Any) -> bool:
+        with no_shard_dispatch():
+            return (
+                is_shard(value)
+                and value.__dict__["_zero_spec"] is self
+                and value.dtype != tensor.dtype
+                and (value.shape, value.device) == (tensor.shape, tensor.device)
+            )
 
     @staticmethod
     def unwrap(tensor: Tensor) -> None:

@@ -298,14 +298,30 @@ class Sharder:
             packed = self._formats.get((id(module), key))
             if packed is None or record.format is not None:
                 continue
-            full, owners = gather_full(record), record.owners
-            self.executor.parameters.drop(record.index)
-            record.owners, record.dropped = [], True
-            ShardSpec.unwrap(record.param)
-            record.shard.untyped_storage().resize_(0)
-            other = self._pack(record.name, record.param, packed, lambda full=full: full)  # type: ignore[misc]
-            for module, key in owners:
-                self.attach(module, key, other)
+            full = gather_full(record)
+            self._replace(record, partial(self._pack, record.name, record.param, packed, lambda full=full: full))  # type: ignore[misc]
+
+    def _replace(self, record: ShardedParameter, make: Callable[[], ShardedParameter]) -> None:
+        """Let another record of the same parameter, made without the old shard, replace this one."""
+        self.executor.parameters.drop(record.index)
+        owners, record.owners, record.dropped = record.owners, [], True
+        ShardSpec.unwrap(record.param)
+        record.shard.untyped_storage().resize_(0)
+        other = make()
+        other.copied = record.copied
+        for module, key in owners:
+            self.attach(module, key, other)
+
+    def _cast(self, param: nn.Parameter, full: Tensor) -> None:
+        """Give a parameter of a model that is being built a value of another dtype."""
+        record = self.find(param)
+        assert record is not None
+        self.sync.before_overwriting()
+        layout = ShardLayout.from_shape(
+            record.shape, full.dtype, self.mesh.shard_group.size, record.layout.order, self._state_blocks
+        )
+        shard = layout.part(full, self.mesh.shard_index).view(-1)
+        self._replace(record, partial(self._register, record.name, param, shard, layout))
 
     def clone(self, record: ShardedParameter) -> ShardedParameter:
         """Return a new parameter of the same values that no module reads yet."""
@@ -328,6 +344,7 @@ class Sharder:
             partial(_before_write, weakref.ref(self)),
             partial(_run_collective, weakref.ref(self), name),
             packed=None if packed is None else packed.kind,
+            on_cast=partial(_cast, weakref.ref(self), weakref.ref(param)),
         )
         record = ShardedParameter(index, name, param, layout, {Role.MASTER_SHARD: shard}, spec, format=packed)
         record.install_shard()
@@ -391,6 +408,7 @@ class Sharder:
     def _lay_out(self) -> None:
         # Gradients arrive in reverse order of registration, so a bucket's shards are contiguous.
         for record in self.records:
+            record.spec.on_cast = None
             if not record.owners and not record.dropped:
                 self.executor.parameters.drop(record.index)
         self.memory.place_shards(self.live[::-1])
@@ -401,6 +419,13 @@ def _before_write(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
     if known is not None:
         # The assigned values win over pending writes to weights that were gathered before.
         known.sync.before_overwriting() if all_of_it else known.sync.before_writing()
+
+
+def _cast(sharder: weakref.ref[Sharder], param: weakref.ref[nn.Parameter], full: Tensor) -> None:
+    known, own = sharder(), param()
+    assert known is not None
+    assert own is not None
+    known._cast(own, full)
 
 
 def _run_collective(sharder: weakref.ref[Sharder], name: str, start: Callable[[bool], dist.Work | None]) -> None:

@@ -5,8 +5,8 @@ because a weight is decoded after its all-gather. :func:`decode` defines the val
 ``dequantize_kernel.py`` computes them. Elsewhere eager code runs the ops of ``decode``, and a graph pass inserts them
 next to the product.
 
-``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4` and a 7-bit absolute maximum. 256 blocks have one
-bfloat16 scale. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
+``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4`. Their absolute maximum is the square of an 8-bit code,
+times a bfloat16 scale of 256 blocks. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
 
 Encoding the decoded values again gives the same bytes, also if they were rounded to bfloat16.
 """
@@ -29,9 +29,10 @@ WeightKind = Literal["nf4", "int8"]
 
 BLOCK = 64  # elements with one absolute maximum, as in the QLoRA paper
 SUPERBLOCK = 256  # blocks whose absolute maxima have one scale, as in the QLoRA paper
-# Codes of an absolute maximum, and magnitudes of an int8 code. With at most 7 bits, half a step is more than the
-# rounding error of bfloat16, so that values which were rounded to bfloat16 have the same codes.
-LEVELS = 127
+# Magnitudes of an int8 code, and codes of an absolute maximum above zero. With at most 7 bits, or 8 bits of a square
+# root, half a step is more than the rounding error of bfloat16, so values which were rounded to it have the same codes.
+# Maxima are squares so that a block keeps its precision next to one with a maximum 100 times as large.
+LEVELS, MAXIMA = 127, 255
 # Elements that are encoded at once; bounds temporary memory to about 30 times as many bytes. A multiple of the elements
 # of a superblock.
 _ENCODED_AT_ONCE = 1 << 22
@@ -130,8 +131,9 @@ def _nf4_values(call: Call, packed: Any, rows: int, columns: int, device: torch.
     scales = call(_aten.clone.default, scales, memory_format=torch.contiguous_format)
     scales = call(_aten.view.default, scales, [sizes[2] * SUPERBLOCK])
     scales = call(_aten.slice.Tensor, scales, 0, 0, blocks)
-    maxima = call(_aten.mul.Tensor, call(_prims.convert_element_type.default, maxima, torch.float32), scales)
-    maxima = call(_aten.view.default, call(_aten.mul.Tensor, maxima, 1 / LEVELS), [blocks, 1])
+    maxima = call(_prims.convert_element_type.default, maxima, torch.float32)
+    maxima = call(_aten.mul.Tensor, call(_aten.mul.Tensor, maxima, maxima), scales)
+    maxima = call(_aten.view.default, call(_aten.mul.Tensor, maxima, 1 / MAXIMA**2), [blocks, 1])
     values = call(_aten.mul.Tensor, call(_aten.view.default, values, [blocks, BLOCK]), maxima)
     values = call(_aten.view.default, values, [blocks * BLOCK])
     if blocks * BLOCK > numel:
@@ -183,7 +185,7 @@ def _encode_nf4(flat: Tensor) -> Tensor:
         found = torch.bucketize(blocks / torch.where(largest > 0, largest, 1)[:, None], bounds, out_int32=True)
         grouped = _padded(largest, SUPERBLOCK).view(-1, SUPERBLOCK)
         scale = grouped.amax(1, keepdim=True).bfloat16().float()
-        level = _levels(grouped, scale).view(-1)[: len(largest)]
+        level = _levels(grouped, scale, MAXIMA, squares=True).view(-1)[: len(largest)]
         # A block whose maximum is rounded to zero has only zeros, so its codes must be those of zeros.
         found = torch.where((level == 0)[:, None], _ZERO, found)
         codes.append(_pack(found.view(-1), 4))
@@ -204,9 +206,14 @@ def _encode_int8(weight: Tensor) -> Tensor:
     return torch.cat([_pack(packed.view(-1), 8), torch.cat(scales).view(torch.int32)])
 
 
-def _levels(values: Tensor, scale: Tensor) -> Tensor:
-    """Return ``values / scale`` in whole levels; zero if the scale is zero or not a number."""
-    levels = (values * LEVELS / torch.where(scale > 0, scale, 1)).round_().clamp_(-LEVELS, LEVELS)
+def _levels(values: Tensor, scale: Tensor, most: int = LEVELS, squares: bool = False) -> Tensor:
+    """Return ``values / scale``, or its square root, in whole levels.
+
+    They are zero if the scale is zero or not a number.
+    """
+    scale = torch.where(scale > 0, scale, 1)
+    levels = (values / scale).sqrt_() * most if squares else values * most / scale
+    levels = levels.round_().clamp_(-most, most)
     return levels.nan_to_num_(0.0).to(torch.int32)
 
 
@@ -237,7 +244,7 @@ def _dequantize(packed: Tensor, shape: list[int], dtype: torch.dtype, kind: str)
     if kind == "int8":
         return dequantize_kernel.int8_values(packed, (rows, columns), dtype, LEVELS)
     sizes = _nf4_sizes(-(-rows * columns // BLOCK))
-    return dequantize_kernel.nf4_values(packed, (rows, columns), dtype, sizes, LEVELS, SUPERBLOCK)
+    return dequantize_kernel.nf4_values(packed, (rows, columns), dtype, sizes, MAXIMA, SUPERBLOCK)
 
 
 def _fake(packed: Tensor, shape: list[int], dtype: torch.dtype, kind: str) -> Tensor:

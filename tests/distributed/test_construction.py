@@ -1,5 +1,6 @@
 """A model that is sharded while it is built equals the one that is built whole, and is never whole on any rank."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -86,6 +87,24 @@ class Lists(nn.Module):
         del self.by_name["a"]
 
 
+class Casts(Model):
+    """Weights that change their dtype after they were sharded, by each usual way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.bfloat16()
+        self.head.half()  # a tied weight, and a bias of its own
+        self.blocks[0].mlp[0].double()
+        with torch.no_grad():
+            self.blocks[0].mlp[0].weight[1] = 3.0
+        layer = self.blocks[1].mlp[0]
+        for name, param in list(layer.named_parameters()):  # as PEFT casts adapters
+            setattr(layer, name, nn.Parameter(param.data.to(torch.float32), requires_grad=name == "bias"))
+        layer.weight.data.mul_(2)
+        self.blocks.append(copy.deepcopy(self.blocks[1]))
+        self.blocks[3].half()
+
+
 class Plain(nn.Module):
     """Own one parameter, which is sharded at the end only."""
 
@@ -120,7 +139,7 @@ def build_inside(make: Callable[[], nn.Module], seed_by_rank: bool) -> dict[str,
         }
 
 
-@pytest.mark.parametrize("make", [Model, Lists, Plain])
+@pytest.mark.parametrize("make", [Model, Lists, Casts, Plain])
 def test_a_model_built_in_shards_equals_one_built_whole_to_the_bit(
     ranks: Ranks, world_size: int, make: Callable[[], nn.Module]
 ) -> None:
@@ -131,6 +150,9 @@ def test_a_model_built_in_shards_equals_one_built_whole_to_the_bit(
         assert_close_relative(out["params"], dict(plain.named_parameters()), 0.0, what="parameter")
         assert_close_relative(out["state"], plain.state_dict(), 0.0, what="state")
         assert list(out["state"]) == list(plain.state_dict())
+        assert [value.dtype for value in out["state"].values()] == [
+            value.dtype for value in plain.state_dict().values()
+        ]
         assert out["tied"] == tied(plain)
         assert out["grad"] == [param.requires_grad for param in plain.parameters()]
         assert out["kinds"] == [type(module).__name__ for module in plain.modules()]

@@ -21,6 +21,7 @@ from tests.ranks.pool import Ranks
 
 SHARDS: dict[str, Any] = OPTIONS | {"fp8_shards": True, "gather_transport": "collective"}
 FP8_WEIGHTS = {f"{layer}.weight" for layer in FP8_LAYERS}
+NOT_GATHERED = "weight_underflow", "weight_overflow"  # of numbers that no rank has
 TRANSPORTS = pytest.mark.parametrize("transport", ["collective", "copy"])
 
 Edit = Callable[[nn.Module], None]
@@ -80,6 +81,7 @@ def train(edit: Edit | None = None, **options: Any) -> dict[str, Any]:
             "compute": roles(engine, Role.COMPUTE_SHARD),
             "fp8": roles(engine, Role.FP8_SHARD),
             "summary": startup_summary(engine, [optimizer]),
+            "health": None if engine.fp8_health is None else engine.fp8_health.read(),
         }
 
 
@@ -99,7 +101,7 @@ def gathered_bytes(found: dict[str, Any], kind: str) -> dict[str, tuple[str, int
 
 
 def variants(transport: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    replays = {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}
+    replays = {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True, "fp8_health_every": 1}
     found = [train(gather_transport=transport, **options) for options in ({}, {"fp8_shards": False}, replays)]
     return found[0], found[1], found[2]
 
@@ -116,6 +118,8 @@ def test_training_equals_an_eager_one_that_casts_master_weights(ranks: Ranks, wo
         # Replays read the fp8 shards at the same addresses.
         assert replayed["losses"] == found["losses"]
         assert replayed["counters"]["replayed_graphs"] >= 2
+        health = {name: x for name, x in expected["health"].items() if not name.endswith(NOT_GATHERED)}
+        assert_close_relative(replayed["health"], health, 1e-6, atol=1e-12, what="health")
         # All ranks have the factors of the unsharded weights, to the bit.
         for name, factor in found["factors"].items():
             assert torch.equal(factor, found["params"][name].abs().amax() * (1 / 448)), name

@@ -314,7 +314,8 @@ def refuse_and_pack_what_was_built_sharded() -> list[str]:
         assert "packs 256 bytes of frozen weights, and 2.3 KiB stay as they are, such as 'experts'" in told[0]
     quantized = nn.Sequential(nn.Linear(8, 8))
     quantized[0]._parameters["weight"] = Params4bit(torch.zeros(8, 8), requires_grad=False)
-    for model in (quantized, nn.Sequential(nn.Linear(8, 8))):
+    empty = nn.Sequential(nn.Linear(0, 8, bias=False).requires_grad_(False), nn.Linear(8, 8))
+    for model in (quantized, nn.Sequential(nn.Linear(8, 8)), empty):
         with engine_for(backend=EAGER, frozen_dtype="nf4") as engine, pytest.raises(UnsupportedError) as caught:
             engine.shard(model)
         found.append(str(caught.value))
@@ -331,7 +332,8 @@ def refuse_and_pack_what_was_built_sharded() -> list[str]:
 
 
 def test_other_quantizers_are_refused_and_sharded_construction_packs_later(ranks: Ranks) -> None:
-    other, nothing = ranks.run(2, refuse_and_pack_what_was_built_sharded)[0]
+    other, nothing, empty = ranks.run(2, refuse_and_pack_what_was_built_sharded)[0]
     assert "bitsandbytes" in other
     assert "frozen_dtype='nf4'" in other
     assert "no frozen weight" in nothing
+    assert "no frozen weight" in empty

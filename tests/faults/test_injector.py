@@ -180,7 +180,7 @@ GOOD: Callable[[], list[Rank]] = lambda: [ended(0, "Rank 1 failed in forward"), 
     [
         (GOOD(), ""),
         ([ended(0, "Rank 1 failed", code=0), GOOD()[1]], "rank 0 ended with status 0"),
-        ([ended(0, "Rank 1 failed", None, None), GOOD()[1]], "rank 0 was still there after 15 s"),
+        ([ended(0, "Rank 1 failed", None, None), GOOD()[1]], "rank 0 was still there after 30 s"),
         ([ended(0, "Connection closed by peer"), GOOD()[1]], "rank 0 does not name who failed"),
         ([GOOD()[0], ended(1, "")], "rank 1: its own traceback is missing"),
         ([GOOD()[0], ended(1, TRACE, trace=9.0)], "rank 1: its traceback came after 9 s only"),

@@ -73,7 +73,10 @@ def evaluate(model: nn.Module) -> float:
 
 
 def train_plain(
-    after_step: Callable[[nn.Module, int], list[float]], fp8: bool = True, of_masters: bool = False
+    after_step: Callable[[nn.Module, int], list[float]],
+    fp8: bool = True,
+    of_masters: bool = False,
+    by_row: bool = False,
 ) -> dict[str, Any]:
     """Train the plain model with the same casts. The first forward of an engine is not compiled.
 
@@ -81,14 +84,20 @@ def train_plain(
         after_step: Returns losses to add, from the model and the number of the micro-batch.
         fp8: Cast at all.
         of_masters: Cast master weights, not their compute copies.
+        by_row: Scale rows and columns, not matrices.
+
+    Returns:
+        Losses, weights, and the health of fp8 layers in the last step.
     """
     model = with_fp8_layers(Model(), FP8_LAYERS)
     optimizer = sgd(model)
     losses = []
-    Fp8Linear.of_masters = of_masters
+    Fp8Linear.of_masters, Fp8Linear.by_row = of_masters, by_row
     try:
         for index in range(STEPS * ACCUMULATE):
             Fp8Linear.on = fp8 and index > 0
+            for name in FP8_LAYERS if index % ACCUMULATE == 0 else ():
+                model.get_submodule(name).health.clear()
             loss = loss_of(model, index)
             (loss / ACCUMULATE).backward()
             losses.append(loss.item())
@@ -98,5 +107,14 @@ def train_plain(
                 optimizer.zero_grad()
                 losses += after_step(model, index)
     finally:
-        Fp8Linear.on = Fp8Linear.of_masters = False
-    return {"losses": losses, "params": {name: p.detach().clone() for name, p in model.named_parameters()}}
+        Fp8Linear.on = Fp8Linear.of_masters = Fp8Linear.by_row = False
+    health = {
+        f"{name}.weight/{key}": number
+        for name in FP8_LAYERS
+        for key, number in model.get_submodule(name).health.items()
+    }
+    return {
+        "health": health,
+        "losses": losses,
+        "params": {name: p.detach().clone() for name, p in model.named_parameters()},
+    }

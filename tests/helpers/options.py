@@ -47,6 +47,8 @@ OTHERS: dict[str, Any] = {
     "fp8_exclude": ("*.head.weight",),
     "fp8_min_gain": 2.0,
     "fp8_gradient_format": "e4m3",
+    "fp8_recipe": "rowwise",
+    "fp8_health_every": 5,
     "fp8_shards": True,
     "broadcast_buffers": False,
     "state_dict_type": "sharded",

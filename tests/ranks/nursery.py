@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -126,7 +127,9 @@ class Nursery(Connected):
         door.listen()
         command = [sys.executable, "-m", "tests.ranks.nursery", str(theirs.fileno()), str(door.fileno())]
         with theirs, door:
-            self.process = subprocess.Popen(
+            # The kernel ends the nursery with the thread that started it, so that is one of the process's.
+            self.process = _starter.submit(
+                subprocess.Popen,
                 [*command, str(os.getpid()), ",".join(preload)],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
@@ -135,7 +138,7 @@ class Nursery(Connected):
                 cwd=cwd,
                 pass_fds=(theirs.fileno(), door.fileno()),
                 start_new_session=True,
-            )
+            ).result()
         atexit.register(self.close)
 
     @property
@@ -149,6 +152,7 @@ class Nursery(Connected):
         super().close()
 
 
+_starter = ThreadPoolExecutor(1)
 _nurseries: dict[tuple[int, tuple[str, ...]], Connected] = {}
 _making = threading.Lock()
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from lightning_zero import CommMonitor
 from lightning_zero.compile import session
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.node_costs import DeviceSpeed
+from lightning_zero.sharding.fp8_health import NUMBERS
 from tests.helpers.callbacks import Lines
 from tests.helpers.trainer import (
     HIDDEN,
@@ -67,6 +69,40 @@ def test_every_fourth_step_is_logged(ranks: Ranks) -> None:
         assert values["memory/optimizer_state_mib"] == pytest.approx(2 * values["memory/master_shard_mib"], rel=0.2)
         assert values["replays/forward_backward"] == values["replays/optimizer_step"] == 0
         assert "comm/exposed_ms_estimated" not in values, "links between CPUs are not measured"
+
+
+class Fp8Regression(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(INPUTS, 32), nn.Tanh(), nn.Linear(32, 48), nn.Linear(48, OUTPUTS))
+
+
+def _logged_fp8() -> tuple[Logged, dict[str, float], float]:
+    tuning = {"fp8_min_gain": 0, "fp8_health_every": 2}
+    strategy = make_strategy("compiled", linear_dtype="fp8", **tuning)
+    lines, module = Lines(), Fp8Regression()
+    trainer = make_trainer(
+        "compiled", strategy=strategy, precision="bf16-mixed", logger=lines, callbacks=[CommMonitor(every_n_steps=4)]
+    )
+    trainer.fit(module, make_loader("compiled", 8))
+    health = trainer.strategy.fp8_health()
+    weight = module.state_dict()["net.2.weight"].abs().max().item()
+    close(module)
+    return lines.lines, health, weight
+
+
+def test_the_health_of_fp8_layers_is_logged(ranks: Ranks) -> None:
+    """Only the second layer's sizes are multiples of 16."""
+    [(first, health, weight), _] = ranks.run(2, _logged_fp8)
+    name = "net.2.weight"
+    numbers = {f"{matrix}_{number}" for matrix in ("input", "weight", "output_gradient") for number in NUMBERS}
+    assert set(health) == {f"{name}/{number}" for number in numbers}
+    logged = [values for _, values in first if "comm/gathered_mib" in values]
+    assert [{key for key in values if key.startswith("fp8/")} for values in logged] == 2 * [
+        {f"fp8/{n}" for n in health}
+    ]
+    assert logged[-1][f"fp8/{name}/weight_amax"] == pytest.approx(weight, rel=0.2)  # steps of 0.01
 
 
 def test_accumulated_batches_count_for_one_step(ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ from tests.ranks.pool import Ranks
 
 ALL = 3 * LAYERS * WEIGHT  # with Adam's state
 MARGIN = 8 * MIB  # of the interpreter, and of blocks that are compared
-ON_THE_WAY = 3 * WEIGHT + MARGIN  # gloo's threads hold the gathered values a moment longer
+ON_THE_WAY = 4 * WEIGHT + MARGIN  # gloo's threads hold the gathered values a moment longer
 
 
 class Parallel(Few):
@@ -85,7 +85,7 @@ def test_ranks_hold_what_is_promised(ranks: Ranks, tmp_path: Path, world_size: i
         assert found["save sharded"].most <= MARGIN, found
         _assert_loaded(found["load full"], world_size)
         _assert_loaded(found["load sharded"], world_size)
-        _assert_loaded(found["load elsewhere"], world_size, 4 * MIB)  # of the download
+        _assert_loaded(found["load elsewhere"], world_size, 16 * MIB)  # of the download
 
 
 class SavesTwice(Callback):

@@ -190,6 +190,13 @@ def test_fp8_products_need_compiled_code() -> None:
         EngineConfig(linear_dtype="fp8", compile=False)
 
 
+def test_fp8_shards_have_no_scales_for_rows() -> None:
+    tuning = Tuning(fp8_recipe="rowwise", fp8_shards=True)
+    with pytest.raises(UnsupportedError, match=r"Leave fp8_shards out, or pass Tuning\(fp8_recipe='tensorwise'"):
+        EngineConfig(linear_dtype="fp8", tuning=tuning)
+    EngineConfig(tuning=tuning)  # neither option has an effect
+
+
 def test_lists_of_fp8_options_are_tuples() -> None:
     tuning: Any = Tuning(fp8_exclude=["a"], fp8_products=["forward"])  # type: ignore[arg-type]
     assert (tuning.fp8_exclude, tuning.fp8_products) == (("a",), ("forward",))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,14 @@ class CheckpointShard(Tensor):
         return f"CheckpointShard({tuple(self.shape)}, {self.dtype}, shard {self.number} of {self.cut.world_size})"
 
 
-Chunk = tuple[Box, Callable[[], Tensor | StoredTensor]]
+class Source(Protocol):
+    """A tensor that is read when its elements are copied."""
+
+    def copy(self, index: tuple[slice, ...], into: Tensor) -> None:
+        """Do ``into.copy_(self[index])``."""
+
+
+Chunk = tuple[Box, Callable[[], Tensor | Source]]
 
 
 class CheckpointTensor(Tensor):
@@ -245,10 +252,10 @@ class CheckpointTensor(Tensor):
             values = read()
             for common, box, target in shared:
                 index, part = common.within(chunk), target[common.within(box)]
-                if isinstance(values, StoredTensor):
-                    values.copy(index, part)
-                else:
+                if isinstance(values, Tensor):
                     copy_mapped(values[index], part)
+                else:
+                    values.copy(index, part)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -12,6 +12,7 @@ from lightning_zero.compile.fx_utils import LINEAR_PRODUCTS
 from lightning_zero.compile.graph_plan import FP8
 from lightning_zero.config import CompileConfig
 
+ROWWISE = "rowwise"
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -23,11 +24,16 @@ def convert_products(graph: Graph, config: CompileConfig, fp8_shards: bool = Fal
     """
     if config.linear_dtype != "fp8":
         return graph
-    choices = choose_products(graph, ChoiceRules(config.fp8_products, config.fp8_exclude, config.fp8_min_gain))
+    rules = ChoiceRules(config.fp8_products, config.fp8_exclude, config.fp8_min_gain, config.fp8_recipe == ROWWISE)
+    choices = choose_products(graph, rules)
     for choice in choices:
         _note(choice)
     chosen = [choice.product for choice in choices if choice.is_fp8]
-    recipe = Fp8Recipe(gradient_dtype=_DTYPES[config.fp8_gradient_format])
+    recipe = Fp8Recipe(
+        gradient_dtype=_DTYPES[config.fp8_gradient_format],
+        by_row=config.fp8_recipe == ROWWISE,
+        health=config.fp8_health,
+    )
     gathered = find_fp8_gathers(graph, chosen) if fp8_shards else {}
     return scale_products(graph, chosen, [choice.product for choice in choices], recipe, gathered)
 

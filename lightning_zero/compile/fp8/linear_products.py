@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
+from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
 from lightning_zero.compile.fx_utils import REDUCE, TRANSPOSES, calls, gathers, is_view_or_cast, shard_of, weight_name
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.compile.subgraphs.node_kinds import is_kernel
@@ -84,11 +85,12 @@ def find_products(graph: Graph) -> list[LinearProduct]:
     """Return the products of linear layers, in order."""
     weights = _whole_weights(graph)
     backward = backward_nodes(graph)
+    first_equal = _FirstEqual()
     found = []
     for node in graph.nodes:
         if node.target not in (_MM, _ADDMM) or not _is_plain(node):
             continue
-        left, right = (_operand(arg) for arg in node.args[-2:])
+        left, right = (_operand(arg, first_equal) for arg in node.args[-2:])
         product = _product(node, left, right, weights, backward)
         if product is not None:
             found.append(product)
@@ -147,17 +149,38 @@ def _static_numel(value: Tensor) -> int | None:
 
 
 def _is_plain(node: Node) -> bool:
-    """Return True for matrices of one floating-point dtype, and no factors in ``addmm``."""
+    """Return True for matrices of one dtype, without factors in ``addmm`` or an expanded bias."""
     if node.kwargs:
         return False
     values = [arg.meta.get("val") for arg in node.args if isinstance(arg, Node)]
     tensors = [value for value in values if isinstance(value, Tensor) and value.dtype.is_floating_point]
     if len(tensors) != len(node.args) or len({tensor.dtype for tensor in tensors}) > 1:
         return False
-    return len(tensors) == 2 or tensors[0].dim() == 1
+    if len(tensors) == 2:
+        return True
+    return tensors[0].dim() == 1 and tensors[0].shape[0] == node.meta["val"].shape[1]
 
 
-def _operand(node: Any) -> Operand:
+class _FirstEqual:
+    """Finds equal views and casts of one value: each linear layer of a 3-D activation makes its own.
+
+    Torch removes them later, but costs and casts are shared by node.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        """Return the first of the nodes that are equal to this one, in the order of calls."""
+        if not is_view_or_cast(node):
+            return node
+        read = map_arg((node.args, node.kwargs), self.of)
+        # Regions of checkpoints recompute their own.
+        key = node.target, str(read), node.meta.get(AC_GRAPH_ID), node.meta.get(RECOMPUTE)
+        return self._known.setdefault(key, node)
+
+
+def _operand(node: Any, first_equal: _FirstEqual) -> Operand:
     """Remove transposes of a matrix."""
     assert isinstance(node, Node)
     transposed = False
@@ -166,7 +189,7 @@ def _operand(node: Any) -> Operand:
         assert isinstance(source, Node)
         transposed ^= list(node.args[1:]) not in ([[0, 1]], [0, 0], [1, 1])
         node = source
-    return Operand(node, transposed)
+    return Operand(first_equal.of(node), transposed)
 
 
 def _only_gradient(node: Node) -> Node | None:

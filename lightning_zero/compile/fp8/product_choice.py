@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from lightning_zero.compile.fp8.linear_products import (
     LinearProduct,
@@ -25,13 +26,17 @@ from lightning_zero.profiling.graph_tensors import size_hint
 # Elements. torch._scaled_mm needs rows of whole 16-byte units in both operands and in the result.
 ALIGNMENT = 16
 _DTYPES = (torch.bfloat16, torch.float16)
-# Floating-point operations per second of products of 8192 x 8192 matrices, measured on one H200.
+# Floating-point operations per second of products of 8192 x 8192 matrices, measured on one H200. Those by rows are in
+# forward, which has fast accumulation, and in backward.
 BF16_FLOPS_PER_S, FP8_FLOPS_PER_S = 805e12, 1517e12
+ROWWISE_FLOPS_PER_S, ROWWISE_GRADIENT_FLOPS_PER_S = 1559e12, 1282e12
 # Bytes per second of a fused kernel that casts. Nominal for an H200.
 CAST_BYTES_PER_S = 4e12
 # Bytes that a cast moves for each element in each layout: read for the maximum and for the cast, write, and half of it
 # fused with the kernel that computes the matrix.
 CAST_BYTES = 4
+# Bytes with a scale for each column, counted: kernels that compute rows cannot be fused with such a cast.
+COLUMN_CAST_BYTES = 5
 # Seconds of a kernel launch in a replayed CUDA graph; a cast adds one for each layout.
 LAUNCH_S = 1e-6
 
@@ -44,11 +49,18 @@ class ChoiceRules:
         products: kinds of products that may be in fp8.
         exclude: patterns of names of weights that stay in 16 bits.
         min_gain: a weight's products are in fp8 if they save at least this many times the seconds of their casts.
+        by_row: operands have a scale for each row or column.
     """
 
     products: tuple[str, ...]
     exclude: tuple[str, ...] = ()
     min_gain: float = 1.0
+    by_row: bool = False
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of products that can be in fp8; results of torch 2.11's rowwise ones are bfloat16."""
+        return _DTYPES[:1] if self.by_row else _DTYPES
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ def choose_products(graph: Graph, rules: ChoiceRules) -> list[Choice]:
         reason = ""
         if any(fnmatchcase(product.weight, pattern) for pattern in rules.exclude):
             reason = "excluded by fp8_exclude"
-        elif product.dtype not in _DTYPES:
+        elif product.dtype not in rules.dtypes:
             reason = f"computed in {str(product.dtype).removeprefix('torch.')}"
         elif product.kind not in rules.products:
             reason = "left out of fp8_products"
@@ -82,10 +94,14 @@ def choose_products(graph: Graph, rules: ChoiceRules) -> list[Choice]:
             reason = "an embedding reads the weight"
         elif product.shard in heads:
             reason = "the output head"
+        elif any(type(size) is int and size == 0 for size in product.sizes):
+            reason = "no elements"
+        elif any(free_unbacked_symbols(size) for size in product.sizes):
+            reason = "sizes that depend on values, and may be 0"
         elif (size := _misaligned_size(product)) is not None:
             reason = f"{size}, not a multiple of {ALIGNMENT}"
         choices.append(Choice(product, reason))
-    return _decline_by_cost(choices, rules.min_gain)
+    return _decline_by_cost(choices, rules)
 
 
 def _is_output_head(product: LinearProduct) -> bool:
@@ -106,12 +122,12 @@ def _misaligned_size(product: LinearProduct) -> str | None:
     for name, size in named.items():
         if type(size) is not int:
             return f"a changing number of {name}"
-        if size % ALIGNMENT or not size:
+        if size % ALIGNMENT:
             return f"{size} {name}"
     return None
 
 
-def _decline_by_cost(choices: Sequence[Choice], min_gain: float) -> list[Choice]:
+def _decline_by_cost(choices: Sequence[Choice], rules: ChoiceRules) -> list[Choice]:
     """Decline all products of a weight if their casts take longer than what fp8 saves."""
     layouts = Counter(key for choice in choices if choice.is_fp8 for key in _layouts(choice.product))
     saved: defaultdict[Node, float] = defaultdict(float)
@@ -119,11 +135,13 @@ def _decline_by_cost(choices: Sequence[Choice], min_gain: float) -> list[Choice]
     for choice in choices:
         if choice.is_fp8:
             product = choice.product
-            saved[product.shard] += saved_seconds(*map(size_hint, product.sizes))
-            paid[product.shard] += sum(_cast_seconds(operand) / layouts[operand] for operand in _layouts(product))
+            saved[product.shard] += _saved_seconds(product, rules.by_row)
+            paid[product.shard] += sum(
+                _cast_seconds(operand, rules.by_row) / layouts[operand] for operand in _layouts(product)
+            )
     return [
         Choice(choice.product, "its casts would take longer than fp8 saves")
-        if choice.is_fp8 and saved[choice.product.shard] < min_gain * paid[choice.product.shard]
+        if choice.is_fp8 and saved[choice.product.shard] < rules.min_gain * paid[choice.product.shard]
         else choice
         for choice in choices
     ]
@@ -134,13 +152,19 @@ def _layouts(product: LinearProduct) -> tuple[Operand, Operand]:
     return product.left, Operand(product.right.source, not product.right.transposed)
 
 
-def saved_seconds(m: int, k: int, n: int) -> float:
+def _saved_seconds(product: LinearProduct, by_row: bool) -> float:
     """Return the seconds by which a product is faster in fp8, without casts."""
-    return 2.0 * m * k * n * (1 / BF16_FLOPS_PER_S - 1 / FP8_FLOPS_PER_S)
+    m, k, n = map(size_hint, product.sizes)
+    fp8 = FP8_FLOPS_PER_S
+    if by_row:
+        fp8 = ROWWISE_FLOPS_PER_S if product.kind == "forward" else ROWWISE_GRADIENT_FLOPS_PER_S
+    return 2.0 * m * k * n * (1 / BF16_FLOPS_PER_S - 1 / fp8)
 
 
-def _cast_seconds(operand: Operand) -> float:
+def _cast_seconds(operand: Operand, by_row: bool) -> float:
     elements = 1
     for size in operand.source.meta["val"].shape:
         elements *= size_hint(size)
+    if by_row and operand.transposed:  # two kernels: the maximum of each column, and the cast
+        return elements * COLUMN_CAST_BYTES / CAST_BYTES_PER_S + 2 * LAUNCH_S
     return elements * CAST_BYTES / CAST_BYTES_PER_S + LAUNCH_S

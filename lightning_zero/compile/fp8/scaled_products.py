@@ -1,7 +1,8 @@
-"""Replace chosen products by fp8 ones: cast both operands, each with one scale, and multiply.
+"""Replace chosen products by fp8 ones: cast both operands, each with its scales, and multiply.
 
-A cast is a few elementwise ops and a maximum over the matrix, which Inductor fuses with the kernel that computes it.
-An operand that two products read is cast once.
+A cast is a few elementwise ops and a maximum, which Inductor fuses with the kernel that computes the matrix. With one
+scale for each matrix, an operand that two products read is cast once. With one for each row or column, an operand is
+cast for each side that it is contracted along.
 
 Backward casts a weight from its gathered bytes again, so no fp8 copy of it stays in memory. Scales are saved.
 """
@@ -21,11 +22,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
 from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher
 from lightning_zero.compile.fp8.fp8_gathers import WEIGHT_FACTOR, erase_unread
+from lightning_zero.compile.fp8.health_numbers import insert_health, insert_shares
 from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind
 from lightning_zero.compile.fx_utils import ops, weight_nodes
 from lightning_zero.compile.partitioner.partition import OUTSIDE
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
+from lightning_zero.sharding.fp8_health import MATRICES
 
 _aten = torch.ops.aten
 _permute = _aten.permute.default
@@ -43,11 +46,15 @@ class Fp8Recipe:
         forward_dtype: of weights and activations.
         gradient_dtype: of gradients of results.
         fast: kinds of products that accumulate in the tensor cores' registers only, which is faster and less exact.
+        by_row: one scale for each row of the left and each column of the right operand, instead of one for each matrix.
+        health: note amax, underflow and overflow of casts in graphs that have a backward.
     """
 
     forward_dtype: torch.dtype = torch.float8_e4m3fn
     gradient_dtype: torch.dtype = torch.float8_e5m2
     fast: frozenset[ProductKind] = frozenset({"forward"})
+    by_row: bool = False
+    health: bool = False
 
 
 def scale_products(
@@ -89,8 +96,12 @@ def scale_products(
     return graph
 
 
+# A matrix, its fp8 format, and the dimensions that share a scale.
+_Key = tuple[Node, torch.dtype, tuple[int, ...]]
+
+
 class _Fp8Matrix(NamedTuple):
-    """A matrix in fp8, and the number by which its elements are multiplied to get the original ones."""
+    """A matrix in fp8, and the numbers by which its elements are multiplied to get the original ones."""
 
     node: Node
     inverse_scale: Node
@@ -114,13 +125,14 @@ class _Casts:
         self._graph, self._insert, self._recipe, self._gathered = graph, insert, recipe, gathered
         self.results: dict[Node, Node] = {}
         self._weights, self._backward = weight_nodes(graph), backward_nodes(graph)
+        self._notes_health = recipe.health and bool(self._backward)
         self._policies: dict[Node, dict[str, Any]] = {}
         for product in products:  # the first reader of an activation is in forward
             for operand in product.operands:
                 self._policies.setdefault(operand.source, _recompute_policy(product.node))
-        self._inverse_scales: dict[tuple[Node, torch.dtype], Node] = {}
-        self._cast: dict[tuple[Node, torch.dtype], Node] = {}
-        self._transposed: dict[tuple[Node, torch.dtype], Node] = {}
+        self._inverse_scales: dict[_Key, Node] = {}
+        self._cast: dict[_Key, Node] = {}
+        self._transposed: dict[_Key, Node] = {}
 
     def rows(self, product: LinearProduct, place: int) -> _Fp8Matrix:
         """Return an operand, with contiguous rows."""
@@ -134,10 +146,9 @@ class _Casts:
 
     def _in_layout(self, product: LinearProduct, place: int, transposed: bool) -> _Fp8Matrix:
         """Return the source of an operand, or its transpose, with contiguous rows."""
-        source, dtype = product.operands[place].source, self._dtype(product, place)
-        key = source, dtype
+        key = product.operands[place].source, self._dtype(product, place), self._contracted(transposed)
         if key not in self._cast:
-            self._add(source, dtype, product.node)
+            self._add(key, product, place)
         if transposed and key not in self._transposed:
             with self._graph.inserting_before(product.node):
                 turned = self._turn(self._cast[key])
@@ -151,19 +162,28 @@ class _Casts:
         turned.meta |= _recompute_policy(node)
         return turned
 
+    def _contracted(self, transposed: bool) -> tuple[int, ...]:
+        """Return the dimensions of a source that share a scale, if its rows or its columns are contracted."""
+        if not self._recipe.by_row:
+            return 0, 1
+        return (0,) if transposed else (1,)
+
     def _dtype(self, product: LinearProduct, place: int) -> torch.dtype:
-        is_gradient = place == product.gradient_operand
+        # torch's rowwise kernels take e5m2 on the left only.
+        is_gradient = place == product.gradient_operand and not (place and self._recipe.by_row)
         return self._recipe.gradient_dtype if is_gradient else self._recipe.forward_dtype
 
-    def _add(self, source: Node, dtype: torch.dtype, before: Node) -> None:
+    def _add(self, key: _Key, product: LinearProduct, place: int) -> None:
+        source, dtype, dims = key
         if (gather := self._gathered.get(source)) is not None:
-            self._add_gathered(source, gather, dtype, before)
+            self._add_gathered(key, gather, product)
             return
         call, largest, policy = self._insert.call, torch.finfo(dtype).max, self._policy(source)
         matrix = self.results.get(source, source)
-        with self._graph.inserting_before(before):
-            amax = call(_aten.amax.default, call(_aten.abs.default, matrix), [0, 1])
-            bounded = call(_aten.clamp_min.default, call(_cast, amax, torch.float32), MIN_AMAX)
+        with self._graph.inserting_before(product.node):
+            amax = call(_aten.amax.default, call(_aten.abs.default, matrix), list(dims), len(dims) == 1)
+            precise = call(_cast, amax, torch.float32)
+            bounded = call(_aten.clamp_min.default, precise, MIN_AMAX)
             inverse = call(_aten.mul.Tensor, bounded, 1 / largest)
             steps = [call(_aten.reciprocal.default, inverse), call(_cast, matrix, torch.float32)]
             steps.append(call(_aten.mul.Tensor, steps[1], steps[0]))
@@ -171,23 +191,38 @@ class _Casts:
             steps.append(call(_cast, steps[2], dtype))
             if not _has_contiguous_rows(steps[-1].meta["val"]):
                 steps.append(call(_aten.clone.default, steps[-1], memory_format=torch.contiguous_format))
+            used = inverse
+            if self._notes_health:
+                shares = insert_shares(call, matrix, steps[0], dtype)
+                used = insert_health(call, inverse, precise, shares, product.shard, self._row(product, place))
         for node in steps:
             node.meta |= policy
         if source not in self._backward:
-            # Saving four bytes is cheaper than another maximum over the matrix.
-            inverse.meta |= {AC_GRAPH_ID: policy.get(AC_GRAPH_ID, OUTSIDE), RECOMPUTE: CheckpointPolicy.MUST_SAVE}
-        self._inverse_scales[source, dtype], self._cast[source, dtype] = inverse, steps[-1]
+            # Saving scales is cheaper than another maximum over the matrix.
+            for node in (inverse, used):
+                node.meta |= {AC_GRAPH_ID: policy.get(AC_GRAPH_ID, OUTSIDE), RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+        self._inverse_scales[key], self._cast[key] = used, steps[-1]
 
-    def _add_gathered(self, source: Node, gather: Node, dtype: torch.dtype, before: Node) -> None:
+    def _row(self, product: LinearProduct, place: int) -> int:
+        if product.operands[place].source in self._weights:
+            return MATRICES.index("weight")
+        return MATRICES.index("output_gradient" if place == product.gradient_operand else "input")
+
+    def _add_gathered(self, key: _Key, gather: Node, product: LinearProduct) -> None:
+        source, dtype, _ = key
         shard, shape = gather.args[:2]
-        with self._graph.inserting_before(before):
-            weight = self._insert.call(gather.target, shard, shape, dtype)
-            factor = self._insert.call(ops(WEIGHT_FACTOR), shard)
+        call = self._insert.call
+        with self._graph.inserting_before(product.node):
+            weight = call(gather.target, shard, shape, dtype)
+            factor = call(ops(WEIGHT_FACTOR), shard)
+            if self._notes_health:
+                amax, row = call(_aten.mul.Tensor, factor, torch.finfo(dtype).max), MATRICES.index("weight")
+                factor = insert_health(call, factor, amax, (None, None), product.shard, row)
         # The weight is gathered again for backward, or saved, as ``source`` would have been.
         tags = {key: source.meta[key] for key in (AC_GRAPH_ID, RECOMPUTE) if key in source.meta}
         weight.meta = {**gather.meta, **tags, "val": weight.meta["val"]}
         factor.meta |= {AC_GRAPH_ID: OUTSIDE, RECOMPUTE: CheckpointPolicy.MUST_SAVE}
-        self._inverse_scales[source, dtype], self._cast[source, dtype] = factor, weight
+        self._inverse_scales[key], self._cast[key] = factor, weight
 
     def _policy(self, source: Node) -> dict[str, Any]:
         """Return the meta that decides whether backward recomputes a cast.

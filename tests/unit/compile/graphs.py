@@ -33,7 +33,7 @@ class Builder:
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
         node = self.graph.placeholder(name)
-        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
         return node
 
     def call(self, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
@@ -45,7 +45,7 @@ class Builder:
     def gather(self, shard: Node, *shape: int, dtype: torch.dtype | None = None) -> Node:
         dtype = dtype or shard.meta["val"].dtype
         node = self.graph.call_function(torch.ops.lightning_zero.gather.default, (shard, list(shape), dtype))
-        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
         return node
 
     def reduce(self, grad: Node, shard: Node) -> Node:

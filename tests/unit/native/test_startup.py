@@ -83,8 +83,8 @@ def test_a_failure_is_reported_once_the_store_is_served() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     served: list[TCPStore] = []
-    serve = Timer(0.5, lambda: served.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)))
-    with watching(1, port) as (failing, _, _):
+    serve = Timer(2.5, lambda: served.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)))
+    with patch.object(startup, "TO_COME_S", 0.1), watching(1, port) as (failing, _, _):
         serve.start()
         failing.fail(ValueError("planned"))
         with watching(0, port) as (_, _, ended):

@@ -67,6 +67,20 @@ def test_errors_of_nf4_stay_within_half_a_gap_and_half_a_level_of_the_maximum() 
         assert error[begin : begin + BLOCK].max() <= block * gap + scale * (0.5 / LEVELS + 2**-8) + 1e-7
 
 
+def test_blocks_next_to_a_much_larger_one_keep_their_precision() -> None:
+    weight = weights((300, 256), torch.float32)[16:].contiguous()
+    packing = WeightFormat("nf4", weight.shape, weight.dtype)
+
+    def error(weight: Tensor) -> float:
+        blocks = weight.view(-1, BLOCK)
+        difference = (packing.decode(packing.encode(weight)).view(-1, BLOCK) - blocks)[1:]
+        return float(difference.norm() / blocks[1:].norm())
+
+    alone = error(weight)
+    weight[0, 0] = 400.0
+    assert error(weight) < 1.1 * alone
+
+
 def test_errors_of_int8_stay_within_half_a_level_of_each_row() -> None:
     weight = weights((33, 65), torch.bfloat16)
     packing = WeightFormat("int8", weight.shape, torch.float32)

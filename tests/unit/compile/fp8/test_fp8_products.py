@@ -13,6 +13,7 @@ from lightning_zero.compile.fp8.linear_products import find_products
 from lightning_zero.compile.fp8.product_choice import ChoiceRules, choose_products
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
 from lightning_zero.config import CompileConfig
+from lightning_zero.native.ops import OPS
 from tests.unit.compile.fp8.linear_graphs import BF16, Layers, called, cast
 from tests.unit.compile.graphs import Builder, aten
 
@@ -63,6 +64,8 @@ def test_sizes_that_do_not_fit_are_named() -> None:
     # The tokens are contracted in the weight's gradient only.
     found = reasons(Layers(40, 32).linear("a", 32).done())
     assert found == {"net.a weight_gradient": "40 tokens, not a multiple of 16"}
+    # Nothing is the largest of no elements.
+    assert set(reasons(Layers(0, 32).linear("a", 32).done()).values()) == {"no elements"}
 
 
 def test_layers_stay_in_16_bits_by_name_and_by_product() -> None:
@@ -113,6 +116,24 @@ def test_an_operand_of_several_products_is_cast_once() -> None:
     assert len(called(graph, aten.clone.default)) == 6
 
 
+def test_layers_of_one_3d_activation_share_its_cast_and_its_cost() -> None:
+    """Each of them flattens and casts the activation by nodes of its own."""
+
+    def graph() -> Graph:
+        layers = Layers(1, 1)
+        b = layers.builder
+        x, outputs = b.input("x", 2, 1024, 1024), []
+        for name in "qkv":
+            _, weight = layers.weight(name, 1024, 1024)
+            rows = b.call(aten.view.default, b.call(cast, x, BF16), [2048, 1024])
+            outputs.append(b.call(aten.mm.default, rows, b.call(aten.t.default, weight)))
+        return b.done(*outputs, outputs[0])
+
+    assert len(called(converted(graph()), aten.amax.default)) == 4  # of three weights and one activation
+    products = find_products(graph())
+    assert len({product.left for product in products}) == 1
+
+
 def test_on_a_gpu_operands_have_the_layout_of_scaled_products() -> None:
     graph = converted(Layers(48, 64).linear("a", 32).done())
     products = called(graph, SCALED_MM)
@@ -133,6 +154,67 @@ def test_on_a_gpu_operands_have_the_layout_of_scaled_products() -> None:
 def test_gradients_may_be_e4m3() -> None:
     graph = converted(Layers(48, 64).linear("a", 32).done(), fp8_gradient_format="e4m3")
     assert {node.args[0].meta["val"].dtype for node in called(graph, SCALED_MM)} == {torch.float8_e4m3fn}  # type: ignore[union-attr]
+
+
+def test_by_row_each_side_of_a_product_has_a_scale_for_each_row() -> None:
+    graph = converted(Layers(48, 64).linear("a", 32).done(), fp8_recipe="rowwise")
+    products = called(graph, SCALED_MM)
+    for node in products:
+        left, right, *scales, bias, _, _ = (arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args)
+        assert [scale.numel() for scale in scales] == [left.shape[0], right.shape[0]]
+        assert all(scale.is_contiguous() and scale.dtype is torch.float32 for scale in scales)
+        assert left.is_contiguous()
+        assert right.is_contiguous()
+    assert len(products) == 3
+    # Each matrix has two casts, because it is contracted along both dimensions; but see the next test.
+    assert len(called(graph, aten.amax.default)) == 6
+
+
+def test_by_row_a_gradient_on_the_right_is_e4m3() -> None:
+    """torch's rowwise kernels take e5m2 on the left only. ``y = x @ w`` has ``dw = x.T @ dy``."""
+    b = Builder()
+    shard, x, dy = b.shard("a", 2048), b.input("x", 48, 64, dtype=BF16), b.input("tangents_1", 48, 32, dtype=BF16)
+    weight = b.gather(shard, 64, 32, dtype=BF16)
+    y, dw = b.call(aten.mm.default, x, weight), b.call(aten.mm.default, b.call(aten.t.default, x), dy)
+    dx = b.call(aten.mm.default, dy, b.call(aten.t.default, weight))
+    graph = converted(
+        b.done(y, dx, b.reduce(b.call(cast, dw, torch.float32), shard)), fp8_recipe="rowwise", fp8_products=ALL
+    )
+    formats = [[arg.meta["val"].dtype for arg in node.args[:2]] for node in called(graph, SCALED_MM)]  # type: ignore[union-attr]
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    assert formats == [[e4m3, e4m3], [e4m3, e4m3], [e5m2, e4m3]]
+
+
+def test_by_row_weight_gradients_can_stay_in_16_bits() -> None:
+    graph = converted(
+        Layers(48, 64).linear("a", 32).done(), fp8_recipe="rowwise", fp8_products=("forward", "input_gradient")
+    )
+    assert len(called(graph, aten.amax.default)) == 4  # the weight's by rows and by columns, one of x, one of dy
+
+
+@pytest.mark.parametrize(("tokens", "width", "gains"), [(4096, 4096, True), (4096, 2048, False)])
+def test_by_row_more_layers_are_declined(tokens: int, width: int, gains: bool) -> None:
+    def graph() -> Graph:
+        return Layers(tokens, width).linear("a", width).linear("b", width).done()
+
+    assert not reasons(graph(), min_gain=1.0)
+    assert bool(reasons(graph(), min_gain=1.0, by_row=True)) is not gains
+
+
+def test_health_is_noted_by_matrix_in_graphs_that_have_a_backward() -> None:
+    graph = converted(Layers(48, 64).linear("a", 32).linear("b", 32).done(), fp8_health=True)
+    notes = called(graph, OPS["fp8_health"].overload)
+    found = sorted((node.args[4].name, node.args[5]) for node in notes)  # type: ignore[union-attr]
+    assert found == [(name, matrix) for name in "ab" for matrix in range(3)]
+    used = {scale for product in called(graph, SCALED_MM) for scale in product.args[2:4]}
+    assert used == set(notes)  # so that graphs keep them
+    for note in notes:  # backward must not repeat those of forward
+        kept = note.meta.get(RECOMPUTE) is CheckpointPolicy.MUST_SAVE
+        assert kept is (note.args[5] != 2)
+    evaluation = Layers(48, 64).linear("a", 32)
+    graph = converted(evaluation.builder.done(evaluation.x), fp8_health=True)
+    assert called(graph, SCALED_MM)
+    assert not called(graph, OPS["fp8_health"].overload)
 
 
 def test_casts_of_weights_are_recomputed_and_their_scales_saved() -> None:
