@@ -222,8 +222,14 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
     found: list[LayerMatch] = []
     # A checkpointed layer is a call and an item of its result.
     shortest = 2 if any(node.target in CHECKPOINTS for node in nodes) else MIN_NODES
+    kinds: set[tuple[str | None, ...]] = set()
     for run in find_repeats(keys, shortest):
-        for phase in _phases(nodes, run)[:MAX_PHASES]:
+
+        def is_new(phase: int, begin: int = run.start, period: int = run.period) -> bool:
+            return tuple(keys[begin + phase : begin + phase + period]) not in kinds
+
+        # Another run of a known layer begins where that layer does, so that both are one kind.
+        for phase in sorted(_phases(nodes, run)[:MAX_PHASES], key=is_new):
             begins = range(run.start + phase, run.stop - run.period + 1, run.period)
             regions = [
                 region
@@ -235,6 +241,7 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
             ]
             if regions:
                 found += regions
+                kinds.add(tuple(keys[begins[0] : begins[0] + run.period]))
                 break
     return found
 

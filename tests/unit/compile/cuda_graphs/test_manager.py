@@ -435,12 +435,13 @@ def test_parameters_that_move_are_not_replayed() -> None:
     assert training.made[0].closed
 
 
-def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
+@pytest.mark.parametrize("reason", ["refuse", "refuse later"])  # emulated pairs run only when they are replayed
+def test_what_cannot_be_captured_is_said_once_and_runs(reason: str) -> None:
     training = Training()
     for _ in range(WARMUP_RUNS):
         training.step()
     training.books.disabled_reason = lambda segment: ""  # type: ignore[method-assign]
-    training.books.reason = "refuse"
+    training.books.reason = reason
     for _ in range(5):
         assert training.step() == 18
     assert training.said == ["Compiled code is not replayed as a CUDA graph: an input is changed in place."]

@@ -130,7 +130,7 @@ class Block(nn.Module):
         self.frozen: Any = FROZEN
         self.function: Any = F.relu
         self.closure: Any = CLOSURE
-        self.partial: Any = PARTIAL
+        self.partial: Any = partial(torch.mul, other=1.0)  # one for each layer
         self.object: Any = OBJECT
         self.default: Any = DEFAULT
 
@@ -185,7 +185,7 @@ CONFIG, FROZEN, OBJECT, QUEUE, PAIR, SLOTTED = (
     Pair(1.0, 1.0),
     Slotted(1.0),
 )
-CLOSURE, PARTIAL, DEFAULT = scaled_by(1.0), partial(torch.mul, other=1.0), with_default(1.0)
+CLOSURE, DEFAULT = scaled_by(1.0), with_default(1.0)
 
 
 class Overriding(Block):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ def numbered(layer: Any) -> None:
 
 def with_containers(layer: Any) -> None:
     layer.shapes = {"weight": (3, 4)}
+    layer.activation = partial(nn.functional.gelu, approximate="tanh")  # transformers makes one for each layer
 
 
 def saved(layer: Any) -> None:
@@ -68,6 +70,14 @@ def other_contents(layer: Any) -> None:
     layer.shapes = {"weight": (3, 5)}
 
 
+def other_keyword_of_partial(layer: Any) -> None:
+    layer.activation = partial(nn.functional.gelu, approximate="none")
+
+
+def other_function_of_partial(layer: Any) -> None:
+    layer.activation = partial(lambda x, approximate: x, approximate="tanh")
+
+
 def other_dtype(layer: Any) -> None:
     layer.norm.double()
 
@@ -86,7 +96,7 @@ def a_buffer(layer: Any) -> None:
 
 CHANGES = [
     other_class, other_number_of_torchs, evaluated, hooked, with_an_attribute_more, other_object, other_contents,
-    other_dtype, no_gradient, no_bias, a_buffer,
+    other_keyword_of_partial, other_function_of_partial, other_dtype, no_gradient, no_bias, a_buffer,
 ]  # fmt: skip
 
 

@@ -75,6 +75,14 @@ def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], cou
     same_graph(make(), count)
 
 
+def test_groups_of_layers_are_one_kind_and_what_stands_between_them() -> None:
+    """Sliding-window models have five layers with a window and one without, again and again."""
+    module = Stack(Block)
+    kinds: list[type[Block]] = [Block, Block, Block, Block, Mixing]
+    module.layers = nn.ModuleList(kind() for kind in kinds * 2)
+    same_graph(module, 8)
+
+
 def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch searches for unused names among nodes of equal number, and records a graph's outputs anew."""
     numbered: list[str] = []

@@ -5,6 +5,7 @@ import pytest
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 
 LAYER = [f"op{i}" for i in range(20)]
+OTHER = [f"other{i}" for i in range(22)]
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,11 @@ LAYER = [f"op{i}" for i in range(20)]
         ([*LAYER * 4, *LAYER[:7], "loss"], [RepeatedRun(0, 87, 20)]),  # the last one is incomplete
         (["a", *LAYER * 3, "b", *LAYER[:8] * 4, "c"], [RepeatedRun(1, 61, 20), RepeatedRun(62, 94, 8)]),
         ([*(LAYER + LAYER[3:9]) * 3], [RepeatedRun(0, 78, 26)]),  # alternating layers
+        (
+            ([*LAYER * 5, *OTHER]) * 2,
+            [RepeatedRun(0, 100, 20), RepeatedRun(122, 222, 20)],
+        ),  # five layers of one kind, then one of another
+        (([*LAYER[:6] * 2, *OTHER]) * 3, [RepeatedRun(0, 102, 34)]),  # most of the group repeats only as a whole
         (list("abcabcabc"), []),  # too short a period
         (LAYER * 2, [RepeatedRun(0, 40, 20)]),
         (LAYER * 2 + LAYER[:5], [RepeatedRun(0, 45, 20)]),
