@@ -6,7 +6,6 @@ in a file's metadata. :func:`dequantized` replaces these keys by one lazily read
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.integrity import parse_json
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.errors import CheckpointError
@@ -45,11 +45,27 @@ class DecodedTensor:
             into[at - begin : stop - begin].copy_(values[(slice(None), *index[1:])])
 
 
-def dequantized(found: dict[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, CheckpointTensor]:
+def torchao_descriptions(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return torchao's descriptions of a file's tensors by name; empty for metadata of other packages."""
+
+    def parse(text: str | None) -> Any:
+        try:
+            return None if text is None else parse_json(text)
+        except ValueError:
+            return None
+
+    names = parse(metadata.get("tensor_names"))
+    if not isinstance(names, list):
+        return {}
+    found = {name: parse(metadata.get(name)) for name in names if isinstance(name, str)}
+    return found if any(isinstance(one, dict) and "_type" in one for one in found.values()) else {}
+
+
+def dequantized(found: dict[str, CheckpointTensor], descriptions: Mapping[str, Any]) -> dict[str, CheckpointTensor]:
     """Return the tensors by key, with one tensor of values in place of the keys of each quantized weight.
 
     Args:
-        metadata: of the files.
+        descriptions: of :func:`torchao_descriptions`, for all files.
 
     Raises:
         CheckpointError: a weight lacks a part, or has a format that is not known here.
@@ -62,11 +78,10 @@ def dequantized(found: dict[str, CheckpointTensor], metadata: Mapping[str, str])
                 kept[name] = _bnb_4bit(name, kind, kept)
             elif key.endswith(".SCB") and (name := key.removesuffix("SCB") + "weight") in kept:
                 kept[name] = _bnb_int8(name, key, kept)
-        for name in json.loads(metadata.get("tensor_names", "[]")):
-            described = json.loads(metadata[name])
+        for name, described in descriptions.items():
             if described["_type"] != "Tensor":
                 kept[name] = _torchao(name, described["_type"], described, kept)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"The description of a quantized weight cannot be read: {error!r}.") from error
     return kept
 
@@ -97,15 +112,17 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _bnb_4bit(name: str, kind: str, kept: dict[str, CheckpointTensor]) -> CheckpointTensor:
-    state = json.loads(bytes(_take(name, name + _BNB_4BIT + kind, kept).full_tensor().tolist()))
+    state = parse_json(bytes(_take(name, name + _BNB_4BIT + kind, kept).full_tensor().tolist()))
     shape, block = torch.Size(state["shape"]), int(state["blocksize"])
     packed, maxima, table = (_take(name, key, kept) for key in (name, f"{name}.absmax", f"{name}.quant_map"))
     nested: tuple[CheckpointTensor, ...] = ()
     if "nested_blocksize" in state:
         nested = _take(name, f"{name}.nested_absmax", kept), _take(name, f"{name}.nested_quant_map", kept)
-        _check(name, nested[0].numel() * int(state["nested_blocksize"]) >= maxima.numel())
-        _check(name, nested[1].numel() == 256)
+        inner = state["nested_blocksize"] = min(int(state["nested_blocksize"]), maxima.numel())
+        state["nested_offset"] = float(state["nested_offset"])
+        _check(name, nested[0].numel() * inner >= maxima.numel() and nested[1].numel() == 256)
     _check(name, block > 0 and block % 2 == 0 and len(shape) > 0 and min(shape) >= 0)
+    _check(name, maxima.is_floating_point() != bool(nested))  # codes of maxima are integers
     _check(name, packed.numel() * packed.itemsize == -(-shape.numel() // 2))
     _check(name, maxima.numel() == -(-shape.numel() // block) and table.numel() == 16)
     read = partial(_bnb_4bit_rows, shape, state, packed, maxima, table, nested)

@@ -37,7 +37,7 @@ from lightning_zero.checkpoint.atomic import (
 )
 from lightning_zero.checkpoint.file_writers import WRITE_BYTES, WritebackQueue
 from lightning_zero.checkpoint.integrity import parse_json, wrap_read_errors
-from lightning_zero.checkpoint.quantized_weights import dequantized
+from lightning_zero.checkpoint.quantized_weights import dequantized, torchao_descriptions
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor, RangeReader, StoredTensor
@@ -80,20 +80,20 @@ def open_safetensors(path: str | Path) -> dict[str, CheckpointTensor]:
         CheckpointError: there is none, or a file is missing, damaged or quantized in an unknown way.
     """
     found: dict[str, CheckpointTensor] = {}
-    metadata: dict[str, str] = {}
+    descriptions: dict[str, Any] = {}
     for file, wanted in _files(Path(path)).items():
         try:
             with wrap_read_errors(file):
                 opened, offsets = safe_open(file, "pt"), _Offsets(file)
                 held = set(opened.keys())
-                metadata |= opened.metadata() or {}
+                descriptions |= torchao_descriptions(opened.metadata() or {})
                 for key in sorted(held) if wanted is None else wanted:
                     if key not in held:
                         raise CheckpointError(f"{file} lacks {key!r}, which the index beside it says is there.")
                     found[key] = _lazy_tensor(opened, offsets, file, key)
         except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
-    return dequantized(found, metadata)
+    return dequantized(found, descriptions)
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:

@@ -71,6 +71,30 @@ def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
         assert torch.equal(found[key].full_tensor(), value), key
 
 
+def test_each_file_of_torchao_describes_its_tensors(tmp_path: Path) -> None:
+    content = load_file(SAMPLES / "torchao.safetensors")
+    with safe_open(SAMPLES / "torchao.safetensors", "pt") as file:
+        metadata = file.metadata()
+    names = json.loads(metadata.pop("tensor_names"))
+    for layer in ("rows", "groups"):
+        own = [name for name in names if name.startswith(layer)]
+        described = {name: metadata[name] for name in own} | {"tensor_names": json.dumps(own)}
+        part = {key: content[key] for key in content if key.startswith(layer)}
+        save_file(part, tmp_path / f"{layer}.safetensors", described)
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {key: f"{key.split('.')[0]}.safetensors" for key in content}})
+    )
+    found, values = open_safetensors(tmp_path), expected("torchao")
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[key].full_tensor(), value) for key, value in values.items())
+
+
+@pytest.mark.parametrize("names", ["w,b", "", "3", "null", '["w"]', '["w", 1, []]', '{"w": 1}', "[" * 9999])
+def test_names_that_another_package_wrote_are_ignored(tmp_path: Path, names: str) -> None:
+    save_file({"w": torch.ones(2, 3)}, tmp_path / "x.safetensors", {"tensor_names": names, "w": "of no JSON"})
+    assert torch.equal(open_safetensors(tmp_path / "x.safetensors")["w"].full_tensor(), torch.ones(2, 3))
+
+
 def test_blocks_may_cross_rows(tmp_path: Path) -> None:
     rng = torch.Generator().manual_seed(0)
     codes, table = torch.randint(16, (5 * 90,), generator=rng), torch.linspace(-1, 1, 16)
@@ -101,6 +125,12 @@ def changed(**values: Any) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
+def without(content: dict[str, Tensor], key: str) -> None:
+    state = json.loads(bytes(content[STATE].tolist()))
+    del state[key]
+    content[STATE] = as_bytes(state)
+
+
 DAMAGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "lacks 'nf4_flat_64.weight.absmax'": lambda content: content.pop("nf4_flat_64.weight.absmax"),
     "lacks 'nf4_nested_64.weight.nested_quant_map'": lambda content: content.pop(
@@ -108,6 +138,8 @@ DAMAGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     ),
     "'nf4_nested_64.weight' do not fit": changed(shape=[6, 130]),
     "'fp4_nested_128.weight' do not fit": lambda c: c.update({"fp4_nested_128.weight.absmax": torch.zeros(5).byte()}),
+    "'nf4_nested_64.weight' do not": lambda content: without(content, "nested_blocksize"),
+    "KeyError.*nested_offset": lambda content: without(content, "nested_offset"),
     "TypeError": changed(dtype="save"),
     "KeyError": lambda content: content.update({STATE: as_bytes({})}),
     "JSONDecodeError": lambda content: content.update({STATE: torch.ones(3).byte()}),
