@@ -93,8 +93,18 @@ _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 def rule_of(func: Any) -> Rule:
     """Return the rule by which ``func`` is called if one of its arguments is a shard tensor."""
     rule = _rule_of(func)
-    keeps_bytes = getattr(func, "__name__", "") in _KEEP_BYTES or getattr(rule, "func", rule) in _READ_NO_VALUES
-    return rule if keeps_bytes else partial(_call_with_values, rule)
+    if getattr(rule, "func", rule) in _READ_NO_VALUES:
+        return rule
+    keeps_bytes = getattr(func, "__name__", "") in _KEEP_BYTES
+    return partial(_call_with_bytes if keeps_bytes else _call_with_values, rule)
+
+
+def _call_with_bytes(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a rule that reads or writes shards, after pending writes to gathered weights of a model being built."""
+    shard = next(shards_in((*args, *kwargs.values())), None)
+    if shard is not None and (on_read := shard.__dict__["_zero_spec"].on_read) is not None:
+        on_read()  # for all shards of the model
+    return rule(func, args, kwargs)
 
 
 def _call_with_values(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -103,7 +113,7 @@ def _call_with_values(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) 
     packed = [shard for shard in found if shard.__dict__["_zero_spec"].packed is not None]
     if packed and not (getattr(func, "__name__", "") == "copy_" and len(packed) == len(args)):
         raise_packed(func, packed[0].__dict__["_zero_spec"])
-    return rule(func, args, kwargs)
+    return _call_with_bytes(rule, func, args, kwargs)
 
 
 def _set_requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -214,6 +214,7 @@ class ShardSpec:
         collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.
         on_missing_grad: called if users' code reads ``param.grad`` and it is None; None to call nothing.
         packed: kind of the format if the shard holds codes of a frozen weight; None if it holds values.
+        on_read: called before values are read while the parameter's model is being built; None after that.
         on_cast: gives the parameter the full value of another dtype while its model is being built; None after that.
         storage_address: address of the storage that the shard is in.
     """
@@ -226,6 +227,7 @@ class ShardSpec:
     on_write: Callable[[bool], None]
     collective: Callable[[Callable[[bool], dist.Work | None]], None]
     packed: str | None = None
+    on_read: Callable[[], None] | None = None
     on_cast: Callable[[Tensor], None] | None = None
     storage_address: int = 0
     on_missing_grad: Callable[[], None] | None = None

@@ -344,6 +344,7 @@ class Sharder:
             partial(_before_write, weakref.ref(self)),
             partial(_run_collective, weakref.ref(self), name),
             packed=None if packed is None else packed.kind,
+            on_read=partial(_before_read, weakref.ref(self)),
             on_cast=partial(_cast, weakref.ref(self), weakref.ref(param)),
         )
         record = ShardedParameter(index, name, param, layout, {Role.MASTER_SHARD: shard}, spec, format=packed)
@@ -408,7 +409,7 @@ class Sharder:
     def _lay_out(self) -> None:
         # Gradients arrive in reverse order of registration, so a bucket's shards are contiguous.
         for record in self.records:
-            record.spec.on_cast = None
+            record.spec.on_read = record.spec.on_cast = None
             if not record.owners and not record.dropped:
                 self.executor.parameters.drop(record.index)
         self.memory.place_shards(self.live[::-1])
@@ -419,6 +420,12 @@ def _before_write(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
     if known is not None:
         # The assigned values win over pending writes to weights that were gathered before.
         known.sync.before_overwriting() if all_of_it else known.sync.before_writing()
+
+
+def _before_read(sharder: weakref.ref[Sharder]) -> None:
+    known = sharder()
+    if known is not None:
+        known.sync.before_reading()
 
 
 def _cast(sharder: weakref.ref[Sharder], param: weakref.ref[nn.Parameter], full: Tensor) -> None:

@@ -92,6 +92,11 @@ class Casts(Model):
 
     def __init__(self) -> None:
         super().__init__()
+        with torch.no_grad():
+            self.tokens.weight[3] = 2.0  # still only in the gathered weight when that is cast
+        self.tokens.to(torch.float64)
+        with torch.no_grad():
+            self.blocks[0].norm.weight[2] = 2.0
         self.blocks.bfloat16()
         self.head.half()  # a tied weight, and a bias of its own
         self.blocks[0].mlp[0].double()
