@@ -207,6 +207,8 @@ class OptimizerSteps:
 
         Master shards may be written until backward, so they are not prefetched here.
         """
+        for stepper in self._steppers.values():
+            stepper.forward_begins()
         if not self._masters_on_host:
             self._prefetch_state()
 

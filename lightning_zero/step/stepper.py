@@ -185,6 +185,7 @@ class OptimizerStepper:
         self._clip: tuple[StepLayout, float] | None = None  # clipping left to the step
         self._step_pre_hook: Any = None  # runs after users' pre-hooks
         self._begins_in_step = False  # the pre-hook has not run yet
+        self._dropped_gradients = False  # by a step in this training step
 
     @property
     def layout(self) -> StepLayout | None:
@@ -246,6 +247,10 @@ class OptimizerStepper:
         if kernel is not None:
             kernel.prefetch_from_host()
 
+    def forward_begins(self) -> None:
+        """Expect new gradients."""
+        self._dropped_gradients = False
+
     def drop_captures(self) -> None:
         """Free captured steps. A step is captured again after one eager step."""
         self._captured.forget()
@@ -267,8 +272,19 @@ class OptimizerStepper:
             in_closure: True if called in ``step(closure)``, after the pre-hooks. False begins the step after users'
                 pre-hooks: they see the optimizer's own parameters and may change them, and nothing is stepped if one
                 raises.
+
+        Raises:
+            UnsupportedError: Gradients that this step uses again were dropped by an earlier one.
         """
         self.end()
+        if self._dropped_gradients and not any(
+            p.grad is not None for group in self._swap.own.groups for p in group["params"]
+        ):
+            raise UnsupportedError(
+                f"{type(self._optimizer).__name__}.step() was called twice after one backward. With grad_aliasing, "
+                "gradients use the memory of compute shards, which the first step has overwritten. Pass "
+                "Tuning(grad_aliasing=False), or compute the gradients again."
+            )
         self._choose_layouts()
         self._begins_in_step = not in_closure
 
@@ -343,6 +359,7 @@ class OptimizerStepper:
         if self._swap.stepped and self.layout is not None:
             for run in self.layout.runs:
                 run.drop_aliased_gradient()
+                self._dropped_gradients |= run.aliases_compute_shard
         params = [param for group in own.groups for param in group["params"]]
         if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)

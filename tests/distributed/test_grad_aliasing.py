@@ -294,6 +294,12 @@ def puts_aside(model: Any, optimizer: Any, before: Tensor) -> None:
     step(model, optimizer)
 
 
+def steps_again(model: Any, optimizer: Any, before: Tensor) -> None:
+    for _ in range(2):
+        with _engine(model).optimizers.stepping(optimizer):
+            optimizer.step()
+
+
 def adds_up_again_and_again(model: Any, optimizer: Any, before: Tensor) -> None:
     for index in range(8):
         adds_up(model, optimizer, before)
@@ -330,7 +336,7 @@ def over(ranks: Ranks) -> Found:
 
     @cache
     def trained(transport: str) -> list[Trained]:
-        refused = [puts_aside, *([adds_up_again_and_again] if transport == "replayed" else [])]
+        refused = [puts_aside, steps_again, *([adds_up_again_and_again] if transport == "replayed" else [])]
         options, thens = TRANSPORTS[transport], of(transport)
         return ranks.run(2, up_to_backwards, True, options, thens, refused, deadline=120)
 
@@ -357,9 +363,14 @@ def test_gradients_that_are_put_back_when_they_are_gone_are_refused(over: Found,
     assert all("was detached and reattached" in refused[0] for _, refused in over(transport))
 
 
+@pytest.mark.parametrize("transport", TRIED)
+def test_a_second_step_whose_gradients_are_gone_is_refused(over: Found, transport: str) -> None:
+    assert all("step() was called twice after one backward" in refused[1] for _, refused in over(transport))
+
+
 def test_replays_that_would_read_gradients_as_weights_are_refused(over: Found) -> None:
     what = "is used again while its gradient is being reduced or waits for the optimizer step"
-    assert all(what in refused[1] for _, refused in over("replayed"))
+    assert all(what in refused[2] for _, refused in over("replayed"))
 
 
 def norms_and_clipped() -> None:
