@@ -262,6 +262,7 @@ class Engine(PickledAsNone):
         self.buffers.stepped()
         sync = self.sharder.sync
         sync.before_overwriting()
+        self._compiled.before_overwriting()
         try:
             yield
             self._compiled.after_overwriting()

@@ -427,6 +427,11 @@ class CompiledStepHooks:
         if self._fp8_shards is not None:
             self._fp8_shards.before_evaluation()
 
+    def before_overwriting(self) -> None:
+        """Call before other values are written to the weights, which may fail halfway."""
+        if self._fp8_shards is not None:
+            self._fp8_shards.expire()
+
     def after_overwriting(self) -> None:
         """Call after all ranks have written other values to the weights. Collective."""
         if self._fp8_shards is not None:

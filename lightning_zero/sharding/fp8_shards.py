@@ -194,9 +194,13 @@ class Fp8Shards:
         if self._symm_mem is None:
             self.refresh()
 
+    def expire(self) -> None:
+        """Refresh before the next training step, unless :meth:`refresh` is called earlier."""
+        self._is_current = False
+
     def begin_stage(self) -> None:
         """Begin a training or evaluation, before which weights and options may have changed."""
-        self._is_current = False
+        self.expire()
         self._gathered.begin_stage()
 
     # -- memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -257,6 +258,35 @@ def save_and_load(transport: str) -> list[float]:
 def test_loaded_weights_get_their_own_factors(ranks: Ranks, transport: str) -> None:
     for at_save, later, loaded, resumed in ranks.run(2, save_and_load, transport, deadline=120.0):
         assert at_save == loaded == resumed != later
+
+
+def fail_to_load(transport: str) -> list[float]:
+    """Return losses of a training step after a load that fails when it has written, and after one that does not."""
+    model = Model()
+    losses = []
+    with engine_for(model, **SHARDS | {"gather_transport": transport}) as engine:
+        optimizer = sgd(model)
+        for index in range(3):
+            step(engine, model, optimizer, index)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        name = "blocks.1.up.weight"
+        for fails in (True, False):
+            with suppress(ZeroDivisionError), engine.overwriting_weights():
+                model.load_state_dict(weights | {name: 64 * weights[name]})
+                if fails:
+                    raise ZeroDivisionError
+            with engine.train_step():
+                losses.append(loss_of(model, 3).item())
+            engine.cycle.reset()
+            with engine.overwriting_weights():
+                model.load_state_dict(weights)
+    return losses
+
+
+@TRANSPORTS
+def test_weights_of_a_load_that_failed_get_their_own_factors(ranks: Ranks, transport: str) -> None:
+    for failed, loaded in ranks.run(2, fail_to_load, transport, deadline=120.0):
+        assert failed == loaded
 
 
 def train_with_a_memory_limit() -> dict[str, Any]:
