@@ -100,10 +100,10 @@ def rule_of(func: Any) -> Rule:
 
 
 def _call_with_bytes(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a rule that reads or writes shards, after pending writes to gathered weights of a model being built."""
-    shard = next(shards_in((*args, *kwargs.values())), None)
-    if shard is not None and (on_read := shard.__dict__["_zero_spec"].on_read) is not None:
-        on_read()  # for all shards of the model
+    """Call a rule that reads or writes shards, after pending writes to gathered weights."""
+    for shard in shards_in((*args, *kwargs.values())):
+        if shard.__dict__["_zero_spec"].before_read(shard):
+            break  # for all shards of the model
     return rule(func, args, kwargs)
 
 

@@ -214,7 +214,7 @@ class ShardSpec:
         collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.
         on_missing_grad: called if users' code reads ``param.grad`` and it is None; None to call nothing.
         packed: kind of the format if the shard holds codes of a frozen weight; None if it holds values.
-        on_read: called before values are read while the parameter's model is being built; None after that.
+        on_read: called before user code reads or writes the shard; None to call nothing.
         on_cast: gives the parameter the full value of another dtype while its model is being built; None after that.
         storage_address: address of the storage that the shard is in.
     """
@@ -282,9 +282,20 @@ class ShardSpec:
             with no_shard_dispatch(), torch.no_grad():
                 tensor.detach().view(-1)[end - begin :].zero_()
 
+    def _is_stored(self, tensor: Tensor) -> bool:
+        with no_shard_dispatch():
+            return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() == self.storage_address
+
+    def before_read(self, tensor: Tensor) -> bool:
+        """Apply pending writes, if ``tensor`` is in the shard's storage. Return True if it is."""
+        if self.on_read is None or not self._is_stored(tensor):
+            return False
+        self.on_read()
+        return True
+
     def before_write(self, tensor: Tensor) -> None:
         """Prepare a write to ``tensor``, if it is in the shard's storage."""
-        if tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() == self.storage_address:
+        if self._is_stored(tensor):
             self.on_write(False)
 
     def assign_data(self, tensor: Tensor, value: Any) -> None:

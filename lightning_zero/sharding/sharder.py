@@ -409,7 +409,7 @@ class Sharder:
     def _lay_out(self) -> None:
         # Gradients arrive in reverse order of registration, so a bucket's shards are contiguous.
         for record in self.records:
-            record.spec.on_read = record.spec.on_cast = None
+            record.spec.on_cast = None
             if not record.owners and not record.dropped:
                 self.executor.parameters.drop(record.index)
         self.memory.place_shards(self.live[::-1])

@@ -283,3 +283,34 @@ def test_activations_that_were_changed_before_backward_are_an_error_as_without_s
     [messages] = ranks.run(world_size, both_overwritten)
     for message in messages:
         assert "has been modified by an inplace operation" in message
+
+
+def use_registered_parameters() -> list[float]:
+    """Edit a gathered weight, then read and write the registered parameter, whose values are a shard."""
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))
+    found = []
+    with engine_for(model, "aot_eager"):
+        param = dict(model.named_parameters())["0.weight"]
+
+        def edited() -> Tensor:
+            weight = model[0].weight
+            with torch.no_grad():
+                weight.fill_(3.0)
+            return weight
+
+        held = edited()
+        found += [param.norm().item(), param.detach().clone().sum().item()]
+        del held
+        edited()
+        with torch.no_grad():
+            param.mul_(2)
+        found.append(model[0].weight.sum().item())
+        edited()
+        param.data = param.data * 2
+        found.append(model[0].weight.sum().item())
+    return found
+
+
+def test_registered_parameters_have_the_values_of_edited_weights(ranks: Ranks, world_size: int) -> None:
+    for found in ranks.run(world_size, use_registered_parameters):
+        assert found == pytest.approx([3 * 42**0.5, 3 * 42, 6 * 42, 6 * 42])
