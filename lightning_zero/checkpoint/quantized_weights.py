@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.integrity import parse_json
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.compat.torchao_private import TENSOR_DATA, TENSOR_PARTS, TENSOR_TYPE
 from lightning_zero.errors import CheckpointError
 
 _DECODED_AT_ONCE = 1 << 22  # elements; bounds temporary memory to about 30 times as many bytes
@@ -45,22 +46,12 @@ class DecodedTensor:
             into[at - begin : stop - begin].copy_(values[(slice(None), *index[1:])])
 
 
-def _without_underscores(value: Any) -> Any:
-    """Return nested dicts whose keys lack a leading underscore."""
-    return (
-        {k.removeprefix("_"): _without_underscores(v) for k, v in value.items()} if isinstance(value, dict) else value
-    )
-
-
 def torchao_descriptions(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return torchao's descriptions of a file's tensors by name; empty for metadata of other packages.
-
-    Keys of descriptions lack their leading underscores.
-    """
+    """Return torchao's descriptions of a file's tensors by name; empty for metadata of other packages."""
 
     def parse(text: str | None) -> Any:
         try:
-            return None if text is None else _without_underscores(parse_json(text))
+            return None if text is None else parse_json(text)
         except ValueError:
             return None
 
@@ -68,7 +59,7 @@ def torchao_descriptions(metadata: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(names, list):
         return {}
     found = {name: parse(metadata.get(name)) for name in names if isinstance(name, str)}
-    return found if any(isinstance(one, dict) and "type" in one for one in found.values()) else {}
+    return found if any(isinstance(one, dict) and TENSOR_TYPE in one for one in found.values()) else {}
 
 
 def dequantized(found: dict[str, CheckpointTensor], descriptions: Mapping[str, Any]) -> dict[str, CheckpointTensor]:
@@ -89,8 +80,8 @@ def dequantized(found: dict[str, CheckpointTensor], descriptions: Mapping[str, A
             elif key.endswith(".SCB") and (name := key.removesuffix("SCB") + "weight") in kept:
                 kept[name] = _bnb_int8(name, key, kept)
         for name, described in descriptions.items():
-            if described["type"] != "Tensor":
-                kept[name] = _torchao(name, described["type"], described, kept)
+            if described[TENSOR_TYPE] != "Tensor":
+                kept[name] = _torchao(name, described[TENSOR_TYPE], described, kept)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"The description of a quantized weight cannot be read: {error!r}.") from error
     return kept
@@ -181,7 +172,7 @@ def _bnb_int8(name: str, key: str, kept: dict[str, CheckpointTensor]) -> Checkpo
 
 
 def _torchao(name: str, kind: str, described: Any, kept: dict[str, CheckpointTensor]) -> CheckpointTensor:
-    others = {*described["tensor_data_names"]} - {"qdata", "scale", "zero_point"}
+    others = {*described[TENSOR_PARTS]} - {"qdata", "scale", "zero_point"}
     if kind != "Int8Tensor" or others:
         raise CheckpointError(
             f"{name!r} is a {kind} of torchao{' with ' if others else ''}{', '.join(sorted(others))}, which is not "
@@ -190,11 +181,11 @@ def _torchao(name: str, kind: str, described: Any, kept: dict[str, CheckpointTen
     path, _, last = name.rpartition(".")
     prefix = f"{path}._{last}_" if path else f"_{last}_"
     codes, scales = _take(name, f"{prefix}qdata", kept), _take(name, f"{prefix}scale", kept)
-    zeros = _take(name, f"{prefix}zero_point", kept) if "zero_point" in described["tensor_data_names"] else None
+    zeros = _take(name, f"{prefix}zero_point", kept) if "zero_point" in described[TENSOR_PARTS] else None
     blocks = scales.shape if scales.dim() == 2 else (scales.numel(), 1)
     _check(name, codes.dim() == 2 and (zeros is None or zeros.numel() == scales.numel()))
     _check(name, all(count and size % count == 0 for size, count in zip(codes.shape, blocks, strict=True)))
-    dtype = _dtype(described["data"]["dtype"]["data"])
+    dtype = _dtype(described[TENSOR_DATA]["dtype"][TENSOR_DATA])
     return _lazy(name, codes.shape, dtype, partial(_scaled_rows, codes, scales, zeros, 1.0))
 
 
