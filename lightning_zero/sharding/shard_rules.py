@@ -11,7 +11,7 @@ of a plain module with the same generator. Filling only the shard would give eve
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -101,9 +101,7 @@ def rule_of(func: Any) -> Rule:
 
 def _call_with_bytes(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a rule that reads or writes shards, after pending writes to gathered weights."""
-    for shard in shards_in((*args, *kwargs.values())):
-        if shard.__dict__["_zero_spec"].before_read(shard):
-            break  # for all shards of the model
+    _apply_pending_writes(shards_in((*args, *kwargs.values())))
     return rule(func, args, kwargs)
 
 
@@ -113,7 +111,14 @@ def _call_with_values(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) 
     packed = [shard for shard in found if shard.__dict__["_zero_spec"].packed is not None]
     if packed and not (getattr(func, "__name__", "") == "copy_" and len(packed) == len(args)):
         raise_packed(func, packed[0].__dict__["_zero_spec"])
-    return _call_with_bytes(rule, func, args, kwargs)
+    _apply_pending_writes(found)
+    return rule(func, args, kwargs)
+
+
+def _apply_pending_writes(shards: Iterable[Tensor]) -> None:
+    for shard in shards:
+        if shard.__dict__["_zero_spec"].before_read(shard):
+            return  # for all shards of the model
 
 
 def _set_requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
