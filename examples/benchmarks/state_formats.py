@@ -105,6 +105,13 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
+@torch.no_grad()
+def held_out_loss(model: nn.Module, held_out: Tensor) -> float:
+    """Return the mean loss of 20 batches of text, which are the same for each model."""
+    rng = torch.Generator().manual_seed(1)
+    return sum(loss_of(model, batch(held_out, 32, rng)).item() for _ in range(20)) / 20
+
+
 def train(name: str, steps: int, text: Tensor, held_out: Tensor) -> dict[str, object]:
     rounded, begin = FORMATS[name], time.perf_counter()
     torch.manual_seed(1)
@@ -128,9 +135,7 @@ def train(name: str, steps: int, text: Tensor, held_out: Tensor) -> dict[str, ob
                 if rounded is not None and param.numel() >= MIN_NUMEL:
                     for moment, dtype in ((first, SIGNED), (second, NONNEGATIVE)):
                         moment.copy_(rounded(moment.view(-1, BLOCK), dtype).view(moment.shape))
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        validation = sum(loss_of(model, batch(held_out, 32, rng)).item() for _ in range(20)) / 20
+    validation = held_out_loss(model, held_out)
     return {
         "format": name,
         "steps": steps,

@@ -19,7 +19,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from lightning_zero import FabricZeroStrategy, Tuning
-from state_formats import BATCH, BETAS, DECAY, EPS, RATE, Model, batch, loss_of, read_text
+from state_formats import BATCH, BETAS, DECAY, EPS, RATE, Model, batch, held_out_loss, loss_of, read_text
 
 STOCHASTIC = {"bf16_stochastic_round": True}
 # Precision of the Trainer, dtype of the weights, options
@@ -55,9 +55,7 @@ def train(name: str, arguments: argparse.Namespace, text: Tensor, held_out: Tens
             group["lr"] = arguments.rate * min(1, step / 50) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
         optimizer.step()
         optimizer.zero_grad()
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        validation = sum(loss_of(model, batch(held_out, 32, rng)).item() for _ in range(20)) / 20
+    validation = held_out_loss(model, held_out)
     return {
         "format": name,
         "steps": steps,
