@@ -1,6 +1,7 @@
 """Train bfloat16 weights with stochastic rounding: equal on any number of ranks, resumed across them and dtypes."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.rounded_training import BF16, FP32, STAGE, STEPS, Sums, make_optimizer, same, train
-from tests.helpers.sharded import engine_for
+from tests.helpers.sharded import engine_for, train_step
 from tests.ranks.pool import Ranks
 
 LARGE, SMALL = (61 * 70, 65 * 64, 4608), (70, 81, 9, 70 * 70, 70)
@@ -135,12 +136,7 @@ def change() -> tuple[int, str]:
             tuning = replace(engine.config.tuning, bf16_stochastic_round=step % 2 == 1)
             engine.configure(replace(engine.config, tuning=tuning))
             engine.optimizers.check(optimizer)
-            with engine.train_step():
-                loss = model(step)
-            loss.backward()
-            with engine.optimizers.stepping(optimizer):
-                optimizer.step()
-            optimizer.zero_grad()
+            train_step(engine, optimizer, partial(model, step))
         counts = {int(entries["step"]) for entries in optimizer.state.values()}
     with engine_for(Sums(), "eager", bf16_stochastic_round=True) as engine:
         assert engine.module is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning_zero.sharding.param_record import Role
 from tests.helpers.fp8_model import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, evaluate, loss_of, train_plain
 from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.sharded import engine_for, sgd, whole_params
+from tests.helpers.sharded import engine_for, sgd, train_step, whole_params
 from tests.ranks.pool import Ranks
 
 SHARDS: dict[str, Any] = OPTIONS | {"fp8_shards": True, "gather_transport": "collective"}
@@ -44,12 +45,7 @@ def roles(engine: Engine, role: Role) -> set[str]:
 
 
 def step(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
-    with engine.train_step():
-        loss = loss_of(model, index)
-    loss.backward()
-    with engine.optimizers.stepping(optimizer):
-        optimizer.step()
-    optimizer.zero_grad()
+    train_step(engine, optimizer, partial(loss_of, model, index))
 
 
 def train(edit: Edit | None = None, **options: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The same training on any number of ranks, half the memory, and back again.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from tests.helpers.optimizer_steps import (
     train_sharded_steps,
     unfreeze_and_add,
 )
-from tests.helpers.sharded import engine_for, whole_params, whole_state
+from tests.helpers.sharded import engine_for, train_step, whole_params, whole_state
 from tests.ranks.pool import Ranks
 
 STEPS = 6
@@ -55,12 +56,7 @@ def train(emulate: bool = False, come_and_go: bool = False, **options: Any) -> d
             if come_and_go and step in (2, 4):
                 dtype = None if step == 2 else "bf16"
                 engine.configure(replace(engine.config, tuning=replace(engine.config.tuning, state_dtype=dtype)))
-            with engine.train_step():
-                loss = model(step)
-            loss.backward()
-            with engine.optimizers.stepping(optimizer):
-                optimizer.step()
-            optimizer.zero_grad()
+            train_step(engine, optimizer, partial(model, step))
         entries = {name: optimizer.state[param] for name, param in model.named_parameters()}
         kinds = {name: {value.dtype for value in kept.values() if value.dim()} for name, kept in entries.items()}
         layout = engine.optimizers.stepper(optimizer).layout

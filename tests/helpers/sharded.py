@@ -141,6 +141,16 @@ def _listed(losses: Any) -> list[Tensor]:
     return list(losses) if isinstance(losses, (list, tuple)) else [losses]
 
 
+def train_step(engine: Engine, optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> None:
+    """Train for one step on the loss that ``forward`` returns."""
+    with engine.train_step():
+        loss = forward()
+    loss.backward()
+    with engine.optimizers.stepping(optimizer):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
 def train_sharded(
     engine: Engine,
     model: nn.Module,
