@@ -73,10 +73,18 @@ def _replace(work: Path, path: Path) -> None:
     if not os.path.lexists(path):
         os.rename(work, path)
         _sync_or(lambda: os.rename(path, work), path.parent)
-    elif exchange(work, path):
-        _sync_or(lambda: exchange(work, path), path.parent)
-        _remove_quietly(work)
-    elif not any(_is_folder(one) for one in (work, path)):
+        return
+    with _opened(path) as (_, previous):
+        if previous is not None:
+            try_lock(previous)  # else another save would take it for a leftover, and remove it at the same time
+        exchanged = exchange(work, path)
+        if exchanged:
+            _sync_or(lambda: exchange(work, path), path.parent)
+            if previous is None or is_at(work, previous):
+                _remove_quietly(work)
+    if exchanged:
+        return
+    if not any(_is_folder(one) for one in (work, path)):
         os.replace(work, path)
         sync_folder(path.parent)
     else:
@@ -220,20 +228,60 @@ def unlock(descriptor: int) -> None:
 
 
 @contextmanager
-def locked_for_removal(work: Path, path: object) -> Iterator[None]:
-    """Hold the lock of ``work``, the leftover of a save to ``path``, while the caller removes it."""
-    descriptor = None
-    with suppress(OSError):  # it does not exist
-        descriptor = os.open(work, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
+def removing_leftover(work: Path, path: object) -> Iterator[None]:
+    """Hold the lock of ``work``, the leftover of a save to ``path``, and remove it at the end of the context.
+
+    What another save makes at ``work`` meanwhile stays: only the file or folder that is locked is removed.
+
+    Raises:
+        CheckpointError: another save holds the lock.
+    """
+    with _opened(work) as (exists, descriptor):
         if descriptor is not None and not try_lock(descriptor):
             raise concurrent_save_error(path)
         yield
-    except IsADirectoryError:  # another save has made its folder since the caller looked
-        raise concurrent_save_error(path) from None
+        with _without_locks(path):
+            if exists and (descriptor is None or is_at(work, descriptor)):
+                remove(work)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[bool, int | None]]:
+    """Open a file or folder, and yield whether it exists, and its descriptor.
+
+    A symbolic link, and what this user may not open, have no descriptor.
+    """
+    exists, descriptor = True, None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        exists = False
+    except OSError:
+        pass
+    try:
+        yield exists, descriptor
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+@contextmanager
+def _without_locks(path: object) -> Iterator[None]:
+    """Name another save to ``path`` that changes files during their removal; a lock would have kept it away."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY):
+            raise
+        raise concurrent_save_error(path) from error
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return True if ``path`` still is the file or folder that was opened as ``descriptor``."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def concurrent_save_error(path: object) -> CheckpointError:
@@ -280,10 +328,7 @@ class PinnedDirectory:
             unlock(self._descriptor)
 
     def is_at(self, path: Path) -> bool:
-        try:
-            return self._descriptor is not None and os.path.samestat(os.stat(path), os.fstat(self._descriptor))
-        except OSError:
-            return False
+        return self._descriptor is not None and is_at(path, self._descriptor)
 
 
 # -- NFS

@@ -23,9 +23,10 @@ from lightning_zero.checkpoint.atomic import (
     check_replaceable,
     check_replaceable_folder,
     concurrent_save_error,
-    locked_for_removal,
+    is_at,
     make_folders,
     remove,
+    removing_leftover,
     replace_atomically,
     restore_replaced,
     sibling_path,
@@ -98,40 +99,32 @@ def write_full(value: Any, path: str | Path, on_write: OnWrite = lambda count: N
 def write_local_file(value: Any, path: Path, on_write: OnWrite = lambda count: None) -> None:
     """Save ``value`` on a file system that this host mounts, see :func:`write_full`."""
     work = sibling_path(path, INCOMPLETE)
-    with locked_for_removal(work, path):
+    with removing_leftover(work, path):
         restore_replaced(path)
         check_replaceable_folder(path)
         make_folders(path.parent)
-        remove(sibling_path(path, INCOMPLETE))
     try:
         file = open(work, "xb", buffering=0)  # noqa: SIM115 - ThreadedWriter closes it
     except FileExistsError:
         raise concurrent_save_error(path) from None
-    if not try_lock(file.fileno(), LOCK_TIMEOUT_S) or not _is_at(work, file.fileno()):
+    if not try_lock(file.fileno(), LOCK_TIMEOUT_S) or not is_at(work, file.fileno()):
         file.close()
         raise concurrent_save_error(path)
     pinned = os.dup(file.fileno())  # keeps the inode number from being used again
     try:
         with ThreadedWriter(file, stable_memory(value), on_write) as writer:
             torch.save(value, writer)  # type: ignore[arg-type]
-        if not _is_at(work, pinned):
+        if not is_at(work, pinned):
             raise taken_error(path)
         replace_atomically(work, path)
     except BaseException:
         with suppress(OSError):  # the first error has the cause
-            if _is_at(work, pinned):
+            if is_at(work, pinned):
                 remove(work)
         raise
     finally:
         unlock(pinned)
         os.close(pinned)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def write_remote_file(value: Any, url: str, on_write: OnWrite = lambda count: None) -> None:

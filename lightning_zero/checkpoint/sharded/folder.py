@@ -25,11 +25,11 @@ from lightning_zero.checkpoint.atomic import (
     check_replaceable,
     check_replaceable_folder,
     concurrent_save_error,
-    locked_for_removal,
     make_folders,
     readable_path,
     refresh_listing,
     remove,
+    removing_leftover,
     replace_atomically,
     restore_replaced,
     sibling_path,
@@ -162,10 +162,9 @@ class LocalFolder:
 
     def begin(self, token: str) -> None:
         """Make the folder for the save with the id ``token``. One rank."""
-        with locked_for_removal(self._work, self._path):
+        with removing_leftover(self._work, self._path):
             restore_replaced(self._path)
             check_replaceable_folder(self._path)
-            remove(self._work)
         make_folders(self._path.parent)
         try:
             self._work.mkdir()

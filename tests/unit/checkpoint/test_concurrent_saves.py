@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.atomic import INCOMPLETE, PinnedDirectory, locked_for_removal, remove, sibling_path
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.atomic import INCOMPLETE, PinnedDirectory, remove, removing_leftover, sibling_path
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights
 from lightning_zero.checkpoint.sharded.commit import save_sharded
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder, save_folder_at
+from lightning_zero.checkpoint.sharded.folder import LocalFolder, RemoteFolder, save_folder_at
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.elsewhere import stored
@@ -225,11 +227,79 @@ def test_in_an_object_store(store: None) -> None:
     assert read_folder(path, None)["seed"] == 1.0
 
 
-def test_a_folder_that_another_save_makes_during_the_removal_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SAVES)
+def test_one_that_began_before_the_removal_of_leftovers_keeps_its_files(tmp_path: Path, kind: str) -> None:
+    """Let another save begin at each moment between the look for a leftover and the file or folder of this one."""
+    for at in range(30):
+        home = tmp_path / str(at)
+        home.mkdir()
+        path, running = home / "x.ckpt", LocalFolder(home / "x.ckpt")
+
+        def begin(running: LocalFolder = running) -> None:
+            running.begin("other")
+            running.create("__0_0.distcp").close()
+
+        others: list[Exception | None] = []
+        point, error = _points(
+            home,
+            lambda path=path: SAVES[kind](path, 2.0),
+            at,
+            lambda others=others, begin=begin: others.append(_tried(begin)),
+        )
+        if point.startswith(("before exchange", "before rename")) or not point:
+            break
+        if others == [None]:
+            assert re.search(r"another save to \S*x\.ckpt is running", str(error)), f"{point}: {error}"
+            running.commit()
+            assert (path / "__0_0.distcp").exists(), point
+        else:
+            assert error is None, f"both have failed at {point}: {error}; {others}"
+    assert at > 3
+
+
+@pytest.mark.parametrize("make", [lambda work: work.write_bytes(b""), lambda work: (work / "a").mkdir(parents=True)])
+def test_only_the_leftover_that_was_locked_is_removed(tmp_path: Path, make: Callable[[Path], None]) -> None:
     work = tmp_path / "x.ckpt.incomplete"
-    with (
-        pytest.raises(CheckpointError, match="another save to x.ckpt is running"),
-        locked_for_removal(work, "x.ckpt"),
-    ):
-        work.mkdir()  # after the look of remove()
-        work.unlink()
+    with removing_leftover(work, "x.ckpt"):
+        make(work)  # there was none
+    assert work.exists()
+    with removing_leftover(work, "x.ckpt"):
+        os.rename(work, tmp_path / "x.ckpt")
+        make(work)
+    assert work.exists()
+    with removing_leftover(work, "x.ckpt"):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def test_the_previous_checkpoint_is_no_leftover_while_it_is_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.ckpt"
+    _folder(path, 1.0)
+    seen = []
+
+    def refused(work: Path) -> None:
+        with pytest.raises(CheckpointError, match="another save to .* is running"):
+            _folder(path, 3.0)
+        seen.append(work)
+        remove(work)
+
+    monkeypatch.setattr(atomic, "_remove_quietly", refused)
+    _folder(path, 2.0)
+    assert seen == [sibling_path(path, INCOMPLETE)]
+    assert seed_of(path) == 2.0
+
+
+@pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.ENOENT, errno.EISDIR, errno.ENOTDIR])
+def test_a_change_during_the_removal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Only on file systems without locks."""
+    work = tmp_path / "x.ckpt.incomplete"
+    work.mkdir()
+
+    def fails(path: Path) -> None:
+        raise OSError(number, "changed meanwhile")
+
+    monkeypatch.setattr(atomic, "remove", fails)
+    with pytest.raises(CheckpointError, match="another save to x.ckpt is running"), removing_leftover(work, "x.ckpt"):
+        pass
