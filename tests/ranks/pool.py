@@ -20,6 +20,9 @@ from tests.ranks.report import RankDeadline, RankFailure
 __all__ = ["RankDeadline", "RankFailure", "RankPool", "Ranks", "serve_nurseries"]
 
 REPO = Path(__file__).resolve().parents[2]
+# Bytes of a block that glibc returns to the system as soon as it is freed. Without a fixed number it takes larger and
+# larger ones from its heap, the more of them a rank has freed, and tests that measure memory depend on their order.
+LARGE = 4 << 20
 PRELOAD = ("torch", "lightning.pytorch", "lightning_zero")
 
 Words = dict[int, tuple[str, Any]]  # rank -> (kind, body)
@@ -253,6 +256,7 @@ class RankPool:
             TORCHELASTIC_MAX_RESTARTS="0",
             OMP_NUM_THREADS="1",
             PYTHONUNBUFFERED="1",
+            MALLOC_MMAP_THRESHOLD_=str(LARGE),
             PYTHONFAULTHANDLER="1",
         )
         if "nccl" in self.backend and shared_gpu.shares_gpu():
