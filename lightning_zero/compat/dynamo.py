@@ -48,6 +48,9 @@ ConstantVariable = private("torch._dynamo.variables.ConstantVariable")
 # An object of a user's class, including modules. (torch 2.11+)
 ObjectVariable = private("torch._dynamo.variables.UserDefinedObjectVariable")
 
+# A symbolic size. (torch 2.11+)
+SizeVariable = private("torch._dynamo.variables.SymNodeVariable")
+
 # A tensor of a class with __torch_function__. (torch 2.11+)
 SubclassVariable = private("torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable")
 
@@ -111,6 +114,7 @@ LAYER_REUSE = Patch(
         "torch._dynamo.variables.UserDefinedObjectVariable": None,
         "torch._dynamo.variables.ConstantVariable": None,
         "torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable": None,
+        "torch._dynamo.variables.SymNodeVariable": None,
         "torch._dynamo.variables.BuiltinVariable": None,
         "torch._dynamo.variables.builder.VariableBuilder": None,
         "torch._dynamo.variables.builder.wrap_fx_proxy": "tx, proxy, example_value, subclass_type, **options",

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import DisableTorchFunctionSubclass, Tensor, nn
-from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch import DisableTorchFunctionSubclass, SymBool, SymFloat, SymInt, Tensor, nn
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.compat.lookup import private
@@ -69,6 +70,37 @@ OpOverload, OpOverloadPacket = _class_of(torch.ops.aten.add.Tensor), _class_of(t
 def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for tensors that share storage. Fake tensors have no address."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def size_key(size: int | SymInt) -> Any:
+    """Return a size as a number or as its formula of symbols; None if it depends on data.
+
+    Equal formulas of one graph are equal sizes. To compare symbolic sizes themselves would add a guard.
+    """
+    if isinstance(size, int):
+        return size
+    if depends_on_data(size):
+        return None
+    formula = size.node.expr
+    return int(formula) if formula.is_number else formula
+
+
+def depends_on_data(number: SymInt | SymFloat | SymBool) -> bool:
+    """Return False if the number follows from sizes and numbers that the graph is given."""
+    # Sizes of nested tensors have other nodes. (torch 2.11+)
+    return not isinstance(number.node, SymNode) or bool(free_unbacked_symbols(number))
+
+
+def size_of(formula: Any, like: Any) -> int | SymInt:
+    """Return the size of a formula in the graph of a fake tensor."""
+    if isinstance(formula, int):
+        return formula
+    return like.fake_mode.shape_env.create_symintnode(formula, hint=None)  # type: ignore[no-any-return]
+
+
+def layout_key(value: Tensor) -> tuple[Any, ...]:
+    """Return dtype, device, and the keys of sizes and strides, which are compared without a guard."""
+    return value.dtype, value.device, *map(size_key, value.shape), *map(size_key, value.stride())
 
 
 # Makes a tensor with a shape and a dtype that asks its class for all else: a checkpoint's values before they are read.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch.fx import Node, Proxy
 from torch.fx.node import map_arg
 
@@ -35,7 +35,9 @@ from lightning_zero.compat.graphs import (
 )
 from lightning_zero.compat.tensors import (
     FakeTensor,
+    depends_on_data,
     fake_like,
+    layout_key,
     no_dispatch_modes,
     no_python_dispatcher,
     storage_key,
@@ -99,8 +101,8 @@ def _check_node(node: Node, inside: set[Node]) -> None:
             fake_layout(value)
             if getattr(value, "constant", None) is not None:
                 raise ReuseRejected("a tensor with a known value")
-        elif isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise ReuseRejected("symbolic sizes")
+        elif isinstance(value, SymInt | SymFloat | SymBool) and depends_on_data(value):
+            raise ReuseRejected("a number that depends on data")
 
 
 def _check_result(result: Any, known: set[Node]) -> None:
@@ -192,6 +194,8 @@ class _Storages:
         self._storages: dict[int, set[tuple[Any, int]]] = defaultdict(set)
         for old, other in new.items():
             one, two = old.meta[EXAMPLE_VALUE], other.meta[EXAMPLE_VALUE]
+            if isinstance(one, SymInt):
+                continue
             self._storages[storage_key(one)].add((two.untyped_storage(), _offset_bytes(two) - _offset_bytes(one)))
 
     def copy(self, value: Any) -> Any:
@@ -270,6 +274,11 @@ def _add_inputs(tx: Any, inputs: Sequence[Node], matched: MatchedGuards, paths: 
     sources, new = matched.sources, {}
     for node in inputs:
         path = sources.map(node.meta[GRAPH_ARG].source)
+        if isinstance(node.meta[EXAMPLE_VALUE], SymInt):
+            if path != node.meta[GRAPH_ARG].source:
+                raise ReuseRejected(f"{path.name} is a symbol of its own")
+            new[node] = node
+            continue
         value, is_new = sources.value(path), path not in tx.output.input_source_to_var
         # Returns the known variable for an input that exists already.
         found = VariableBuilder(tx, path)(value).as_proxy().node
@@ -286,7 +295,7 @@ def _add_inputs(tx: Any, inputs: Sequence[Node], matched: MatchedGuards, paths: 
 def _sizes(node: Node) -> tuple[Any, ...]:
     value = node.meta[EXAMPLE_VALUE]
     fake_layout(value)
-    return value.shape, value.stride(), value.dtype, value.requires_grad
+    return *layout_key(value), value.requires_grad
 
 
 def _install_guards(tx: Any, matched: MatchedGuards, inputs: Set[Source]) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.fx import Node
 from torch.fx import traceback as fx_traceback
 
@@ -18,6 +18,7 @@ from lightning_zero.compat.dynamo import (
     ConstantVariable,
     DictVariable,
     ListVariable,
+    SizeVariable,
     SubclassVariable,
     TupleVariable,
     dispatch_keys,
@@ -25,7 +26,7 @@ from lightning_zero.compat.dynamo import (
     is_mutated,
 )
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE
-from lightning_zero.compat.tensors import FakeTensor
+from lightning_zero.compat.tensors import FakeTensor, size_key
 from lightning_zero.compile.capture.dynamo_graph import node_storage
 
 DEVICES = ("cpu", "cuda")
@@ -45,7 +46,7 @@ class CallSignature:
     """Arguments of one call.
 
     Attributes:
-        tensors: in order, as Dynamo's variables.
+        tensors: in order, as Dynamo's variables; symbolic sizes, too.
     """
 
     def __init__(self, tensors: list[Any], structure: tuple[Any, ...]) -> None:
@@ -88,14 +89,27 @@ class CallSignature:
         return dict(zip(self.nodes, later.tensors, strict=True))
 
 
-def fake_layout(value: Tensor) -> tuple[Any, ...]:
-    """Return all properties of a fake tensor that a trace depends on."""
+def fake_layout(value: Tensor | SymInt) -> tuple[Any, ...]:
+    """Return all properties of a fake tensor, or of a size, that a trace depends on.
+
+    Calls on sizes of equal formulas add equal guards on the symbols.
+    """
+    if isinstance(value, SymInt):
+        return ("size", *_size_keys([value]))
     if type(value) is not FakeTensor:
         raise ReuseRejected("a tensor of another class")
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
-    if not all(type(size) is int for size in sizes):
-        raise ReuseRejected("symbolic sizes")
-    return value.shape, *sizes, value.dtype, value.device, value.requires_grad, value.is_leaf, value.grad_fn is None
+    offset: Any = value.storage_offset()
+    if type(offset) is not int:
+        raise ReuseRejected("a symbolic offset")
+    sizes = value.dim(), *_size_keys((*value.shape, *value.stride())), offset
+    return *sizes, value.dtype, value.device, value.requires_grad, value.is_leaf, value.grad_fn is None
+
+
+def _size_keys(sizes: Sequence[int | SymInt]) -> list[Any]:
+    keys = [size_key(size) for size in sizes]
+    if any(key is None for key in keys):
+        raise ReuseRejected("sizes that depend on data")
+    return keys
 
 
 def comparable(value: Any) -> Any:
@@ -128,7 +142,7 @@ def _structure(value: Any, tensors: list[Any]) -> Any:
         return "not realized", value.source  # realizing it would add guards
     value = value.realize()
     kind = type(value)
-    if kind is TensorVariable:
+    if kind in (TensorVariable, SizeVariable):
         tensors.append(value)
         return "tensor", value.source  # an input of the graph may have more guards: only the same one is equal
     if kind is TupleVariable:

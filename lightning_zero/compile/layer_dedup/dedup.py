@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, EXAMPLE_VALUE
@@ -21,7 +21,7 @@ from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 from lightning_zero.compile.fx_utils import GATHER, NodeReplacer, results
 from lightning_zero.compile.layer_dedup.expand import LayerExpansion, rebase_value
 from lightning_zero.compile.layer_dedup.hop_bodies import bypass_region_inputs, expand_regions, has_own_policy, readers
-from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, backward, describe, forward
+from lightning_zero.compile.layer_dedup.layer_call import TANGENTS, TENSORS, DedupFailed, backward, describe, forward
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, RegionIds, TraceJoint, in_region, trace_layer
 from lightning_zero.compile.layer_dedup.matching import (
     MIN_REPETITIONS,
@@ -102,8 +102,12 @@ class LayerDedup:
         given: list[Node] = []
         for node in graph.nodes:
             if node.target is forward() or node.target is backward():
-                given += node.all_input_nodes
-            elif node.op == "call_function" and fixed.issuperset(node.all_input_nodes):
+                tensors = node.args[TENSORS if node.target is forward() else TANGENTS]
+                assert isinstance(tensors, Sequence)
+                given += [read for read in tensors if isinstance(read, Node)]
+            elif isinstance(node.meta.get("val"), SymInt) or (
+                node.op == "call_function" and fixed.issuperset(node.all_input_nodes)
+            ):
                 fixed.add(node)
         known = all(layer.body.passed is not None for layer in self._layers)
         self._passed = known and fixed.isdisjoint(given)
@@ -230,11 +234,11 @@ def _casts_equally(region: LayerMatch) -> bool:
 
     Autocast casts such an input once per graph, which a layer cannot reproduce.
     """
-    values = [node.meta[EXAMPLE_VALUE] for node in region.inputs]
+    values = [node.meta[EXAMPLE_VALUE] for node in region.tensors]
     if not any(torch.is_autocast_enabled(value.device.type) for value in values):
         return True
     own = set(region.nodes)
-    inputs = [node for node in region.inputs if node.op == "placeholder" and node.meta[EXAMPLE_VALUE].requires_grad]
+    inputs = [node for node in region.tensors if node.op == "placeholder" and node.meta[EXAMPLE_VALUE].requires_grad]
     targets = [read.target for node in inputs for read in readers(node, own.intersection(node.users))]
     return all(str(getattr(target, "overloadpacket", target)) == f"{NAMESPACE}.{GATHER}" for target in targets)
 
@@ -254,8 +258,9 @@ def _insert_layer_calls(before: Graph, layers: Sequence[_Layer]) -> Graph:
         elif node in ends:
             number = ends[node]
             region, body = layers[number].region, layers[number].body
-            layouts = describe(_values(body.results)), describe(_values(body.grads))
-            arguments = (layers[number].digest, number, *layouts, [new[read] for read in region.inputs])
+            layouts = describe(_values(body.results)), describe(_values(body.grads[len(region.sizes) :]))
+            inputs = [[new[read] for read in reads] for reads in (region.tensors, region.sizes)]
+            arguments = (layers[number].digest, number, *layouts, *inputs)
             call = after.call_function(forward(), arguments)
             call.meta[EXAMPLE_VALUE] = [result.meta[EXAMPLE_VALUE] for result in region.results]
             for at, result in enumerate(region.results):

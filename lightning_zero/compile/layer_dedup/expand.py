@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, MUST_BE_IN_BACKWARD, PARTITIONER_TAG
-from lightning_zero.compat.tensors import FakeTensor, fake_like, storage_key
+from lightning_zero.compat.tensors import FakeTensor, fake_like, layout_key, size_key, storage_key
 from lightning_zero.compile.fx_utils import NodeReplacer
-from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
+from lightning_zero.compile.layer_dedup.layer_call import SIZES, TANGENTS, TENSORS, DedupFailed
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View
 from lightning_zero.compile.layer_dedup.matching import LayerMatch
 from lightning_zero.sharding.layout import is_dense
@@ -47,19 +47,21 @@ class LayerExpansion:
         self._region = region
         self._body = body
         self._numbers = numbers
-        self._new: dict[Node, Node] = {}
+        self._new: dict[Node, Any] = {}
         self._memory: dict[int, Tensor] = {}
         self.moved: dict[int, Tensor] = {}
 
     def forward(self, call: Node) -> None:
-        given = call.args[4]
-        assert isinstance(given, Sequence)
-        self._bind_inputs(self._body.inputs, given)
+        tensors, sizes = call.args[TENSORS], call.args[SIZES]
+        assert isinstance(tensors, Sequence)
+        assert isinstance(sizes, Sequence)
+        self._bind_sizes(self._body.inputs[: len(sizes)], sizes)
+        self._bind_inputs(self._body.inputs[len(sizes) :], tensors)
         self._copy_nodes(call, self._body.forward)
         self._replace(call, self._body.results)
 
     def backward(self, call: Node) -> None:
-        tangents = call.args[3]
+        tangents = call.args[TANGENTS]
         assert isinstance(tangents, Sequence)
         with self._graph.inserting_before(call):
             tangents = [self._match_layout(*pair) for pair in zip_longest(tangents, self._body.tangents)]
@@ -76,7 +78,8 @@ class LayerExpansion:
         if like is None or not isinstance(tangent, Node) or tangent.op != "placeholder":
             return tangent
         value, wanted = tangent.meta["val"], like.meta["val"]
-        if _layout(value) == _layout(wanted) or value.shape != wanted.shape or not wanted.is_contiguous():
+        shapes = [list(map(size_key, tensor.shape)) for tensor in (value, wanted)]
+        if layout_key(value) == layout_key(wanted) or shapes[0] != shapes[1] or not _is_contiguous(wanted):
             return tangent
         form = torch.contiguous_format
         copy = self._graph.call_function(torch.ops.aten.clone.default, (tangent,), {"memory_format": form})
@@ -85,11 +88,18 @@ class LayerExpansion:
         copy.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
         return copy
 
+    def _bind_sizes(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
+        for node, value in zip(inputs, actual, strict=True):
+            size = value.meta["val"] if isinstance(value, Node) else value
+            if size_key(node.meta["val"]) != size_key(size):
+                raise DedupFailed("a size of a layer is another one", self._number)
+            self._new[node] = value
+
     def _bind_inputs(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
         if len(inputs) != len(actual):
             raise DedupFailed("a result of a layer has no gradient", self._number)
         for node, value in zip(inputs, actual, strict=True):
-            if _layout(node.meta["val"]) != _layout(value.meta["val"]):
+            if layout_key(node.meta["val"]) != layout_key(value.meta["val"]):
                 strides = _strides(actual) if inputs is self._body.tangents else None
                 raise DedupFailed("inputs of a layer have another layout", self._number, strides)
             self._new[node] = value
@@ -173,14 +183,21 @@ def _view(memory: Tensor, view: View) -> Tensor:
     return fake_like(value, memory.as_strided(shape, stride, offset))
 
 
+def _is_contiguous(value: Tensor) -> bool:
+    """Return True for a contiguous tensor, without a guard."""
+    spanned: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if size_key(stride) != spanned and size_key(size) != 1:
+            return False
+        spanned = spanned * size_key(size)
+    return True
+
+
 def _strides(values: Sequence[Any]) -> list[list[int]] | None:
-    """Return the strides of values; None if one is expanded or does not fill its memory.
+    """Return the strides of values; None if one is symbolic, expanded, or does not fill its memory.
 
     Such a gradient belongs to a single layer.
     """
     found = [value.meta["val"] for value in values]
-    return [list(value.stride()) for value in found] if all(map(is_dense, found)) else None
-
-
-def _layout(value: Tensor) -> tuple[Any, ...]:
-    return value.dtype, value.shape, value.stride(), value.device
+    static = all(type(size_key(size)) is int for value in found for size in (*value.shape, *value.stride()))
+    return [list(value.stride()) for value in found] if static and all(map(is_dense, found)) else None

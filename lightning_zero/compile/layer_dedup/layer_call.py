@@ -12,11 +12,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from sympy import srepr
+from torch import SymInt, Tensor
 
-from lightning_zero.compat.tensors import OpOverload
+from lightning_zero.compat.tensors import OpOverload, size_key, size_of
 
 _NAMESPACE = "lightning_zero_layers"
+TENSORS, SIZES, TANGENTS = 4, 5, 3  # positions of arguments of forward, and of backward
 FORWARD, BACKWARD, END = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward", f"{_NAMESPACE}::end"
 
 
@@ -37,15 +39,28 @@ def describe(values: Sequence[Tensor | None]) -> str:
     """Return the layouts of results as an argument of a layer call."""
     return json.dumps(
         [
-            None if v is None else [str(v.dtype).removeprefix("torch."), list(v.shape), list(v.stride()), str(v.device)]
+            None
+            if v is None
+            else [str(v.dtype).removeprefix("torch."), _text(v.shape), _text(v.stride()), str(v.device)]
             for v in values
         ]
     )
 
 
+_FORMULAS: dict[str, Any] = {}  # of symbolic sizes, by their text
+
+
+def _text(sizes: Sequence[int | SymInt]) -> list[int | str]:
+    keys = [size_key(size) for size in sizes]
+    for key in keys:
+        if not isinstance(key, int):
+            _FORMULAS[srepr(key)] = key
+    return [key if isinstance(key, int) else srepr(key) for key in keys]
+
+
 class _Layout(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[int | str, ...]
+    stride: tuple[int | str, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -58,20 +73,26 @@ def _layouts(described: str) -> list[_Layout]:
     ]
 
 
-def _fake_results(described: str) -> list[Tensor]:
-    return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _layouts(described)]
+def _fake_results(described: str, like: Tensor) -> list[Tensor]:
+    made = []
+    for form in _layouts(described):
+        shape, stride = ([size_of(_FORMULAS.get(size, size), like) for size in sizes] for sizes in form[:2])
+        made.append(torch.empty_strided(shape, stride, dtype=form.dtype, device=form.device))
+    return made
 
 
-def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:
-    return _fake_results(results)
+def _forward(
+    layer: str, number: int, results: str, grads: str, given: Sequence[Tensor], sizes: Sequence[int | SymInt]
+) -> list[Tensor]:
+    return _fake_results(results, given[0])
 
 
 def _backward(layer: str, number: int, grads: str, tangents: Sequence[Tensor]) -> list[Tensor]:
-    return _fake_results(grads)
+    return _fake_results(grads, tangents[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    layer, number, _, grads, _ = inputs
+    layer, number, _, grads, *_ = inputs
     ctx.arguments = layer, number, grads
 
 
@@ -80,7 +101,7 @@ def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ..
     # A missing gradient is detected when the layer is expanded. Raising here would make autograd warn users.
     present = [tangent for tangent in tangents if tangent is not None]
     found = iter(backward()(layer, number, grads, present))
-    return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)]
+    return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)], None
 
 
 def _end(result: Tensor, stride: Sequence[int]) -> Tensor:
@@ -92,7 +113,7 @@ def _pass_back(ctx: Any, tangent: Tensor) -> tuple[Tensor, None]:
 
 
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
-_LIBRARY.define("forward(str layer, int number, str results, str grads, Tensor[] given) -> Tensor[]")
+_LIBRARY.define("forward(str layer, int number, str results, str grads, Tensor[] given, SymInt[] sizes) -> Tensor[]")
 # Forward inputs are not arguments: the expansion knows them, and each tensor argument costs time.
 _LIBRARY.define("backward(str layer, int number, str grads, Tensor[] tangents) -> Tensor[]")
 _LIBRARY.define("end(Tensor result, int[] stride) -> Tensor")

@@ -35,7 +35,7 @@ from lightning_zero.compat.graphs import (
     SOURCE_FN_STACK,
     TANGENTS,
 )
-from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, storage_key
+from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, layout_key, storage_key
 from lightning_zero.compile.fx_utils import is_op, results
 from lightning_zero.compile.layer_dedup.hop_bodies import hop_body, is_region
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, end
@@ -101,18 +101,19 @@ def _after_passes(body: LayerGraph, graph: Graph, region: LayerMatch) -> LayerGr
     except DedupFailed:
         return None
     layouts = [[_layout(node) for node in (*it.results, *it.grads)] for it in (body, passed)]
-    memory = [storage_key(node.meta["val"]) for node in (*passed.inputs, *passed.tangents, *passed.results)]
-    given = len(passed.inputs) + len(passed.tangents)
+    tensors = passed.inputs[len(region.sizes) :]
+    memory = [storage_key(node.meta["val"]) for node in (*tensors, *passed.tangents, *passed.results)]
+    given = len(tensors) + len(passed.tangents)
     apart = len({*memory[given:]} - {*memory[:given]}) == len(passed.results)
     return passed if apart and layouts[0] == layouts[1] else None
 
 
 def _layout(node: Node | None) -> Any:
     value = None if node is None else node.meta.get("val")
-    return (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else None
+    return layout_key(value) if isinstance(value, Tensor) else None
 
 
-def _extract_module(region: LayerMatch, strides: Sequence[Sequence[int]] | None) -> tuple[GraphModule, list[Tensor]]:
+def _extract_module(region: LayerMatch, strides: Sequence[Sequence[int]] | None) -> tuple[GraphModule, list[Any]]:
     graph, new = Graph(), {}
     for node in region.inputs:
         new[node] = graph.placeholder(node.name)
@@ -158,7 +159,9 @@ def _set_place(node: Node, key: str, place: int) -> None:
     node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: place}
 
 
-def _fake_leaf(value: Tensor) -> Tensor:
+def _fake_leaf(value: Tensor | SymInt) -> Tensor | SymInt:
+    if isinstance(value, SymInt):
+        return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return made.requires_grad_(value.requires_grad)
 
@@ -240,7 +243,7 @@ class JointGraph:
 
 
 # Makes the joint graph of a module.
-TraceJoint = Callable[[GraphModule, Sequence[Tensor]], JointGraph]
+TraceJoint = Callable[[GraphModule, Sequence[Any]], JointGraph]
 
 
 def joint_tracer(backend: str) -> TraceJoint:
@@ -253,7 +256,7 @@ class _JointGraphFound(Exception):
         self.joint = joint
 
 
-def _trace(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> JointGraph:
+def _trace(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Any]) -> JointGraph:
     try:
         compile_with(module, inputs)
     except _JointGraphFound as found:
@@ -261,7 +264,7 @@ def _trace(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequen
     raise DedupFailed("a layer needs no backward")
 
 
-def _trace_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
+def _trace_aot_eager(module: GraphModule, inputs: Sequence[Any]) -> None:
     def partition(module: GraphModule, *args: Any, **settings: Any) -> NoReturn:
         raise _JointGraphFound(JointGraph(module.graph))
 
@@ -271,7 +274,7 @@ def _trace_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
 
 
-def _trace_inductor(module: GraphModule, inputs: Sequence[Tensor]) -> None:
+def _trace_inductor(module: GraphModule, inputs: Sequence[Any]) -> None:
     compile_fx: Any = lookup_backend("inductor")
     with ExitStack() as until_taken:
         keep = _KeepGraph(until_taken)

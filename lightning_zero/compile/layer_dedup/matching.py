@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -26,7 +26,7 @@ from lightning_zero.compat.graphs import (
     SET_GRAD_ENABLED,
     STATELESS_CALLS,
 )
-from lightning_zero.compat.tensors import CHECKPOINTS
+from lightning_zero.compat.tensors import CHECKPOINTS, size_key
 from lightning_zero.compile.capture.dynamo_graph import mutated_inputs, node_storage
 from lightning_zero.compile.fx_utils import ForbidRandomOps
 from lightning_zero.compile.layer_dedup.hop_bodies import (
@@ -46,13 +46,15 @@ _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.devi
 def describe_layout(value: Any) -> str | None:
     """Return the properties of a value that a graph depends on.
 
-    None for symbolic sizes, subclasses and objects.
+    None for sizes that depend on data, subclasses and objects.
     """
     if isinstance(value, Tensor):
-        sizes = (*value.shape, *value.stride())
-        if value.layout != torch.strided or not all(type(size) is int for size in sizes):
+        if value.layout != torch.strided:
             return None
-        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{value.requires_grad}"
+        shape, stride = (tuple(map(size_key, sizes)) for sizes in (value.shape, value.stride()))
+        return None if None in shape + stride else f"{value.dtype}{shape}{stride}{value.device}{value.requires_grad}"
+    if isinstance(value, SymInt):
+        return None if size_key(value) is None else f"size {size_key(value)}"
     if isinstance(value, tuple | list):
         parts = ["None" if part is None else describe_layout(part) for part in value]  # attention may return no weights
         return None if None in parts else f"[{','.join(map(str, parts))}]"
@@ -200,12 +202,19 @@ class LayerMatch:
 
     Attributes:
         nodes: in order; nodes between them are independent of them.
+        sizes: symbolic sizes that it reads, or that are symbols of its tensors.
+        tensors: the other inputs.
         results: nodes that the rest of the graph reads.
     """
 
     nodes: tuple[Node, ...]
-    inputs: tuple[Node, ...]
+    sizes: tuple[Node, ...]
+    tensors: tuple[Node, ...]
     results: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (*self.sizes, *self.tensors)
 
     @cached_property
     def places(self) -> list[Node]:
@@ -219,6 +228,7 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
     nodes = [node for node in graph.nodes if node.op not in others and _target_name(node) not in NO_OP_CALLS]
     keys = [fingerprints.node_key(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
+    symbols = _symbols(graph)
     found: list[LayerMatch] = []
     # A checkpointed layer is a call and an item of its result.
     shortest = 2 if any(node.target in CHECKPOINTS for node in nodes) else MIN_NODES
@@ -236,7 +246,7 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
                 for begin in begins
                 if all(plain[begin : begin + run.period])
                 and None not in keys[begin : begin + run.period]
-                and _is_separable(region := _match(nodes[begin : begin + run.period]), fingerprints)
+                and _is_separable(region := _match(nodes[begin : begin + run.period], symbols), fingerprints)
                 and len(region.places) >= MIN_NODES
             ]
             if regions:
@@ -265,7 +275,16 @@ def _phases(nodes: Sequence[Node], run: RepeatedRun) -> list[int]:
     return sorted(range(min(run.period, run.stop - run.start - run.period + 1)), key=cost)
 
 
-def _match(work: Sequence[Node]) -> LayerMatch:
+def _symbols(graph: Graph) -> dict[Any, Node]:
+    """Return the inputs of the graph that are symbols, by symbol."""
+    found: dict[Any, Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(value := node.meta.get(EXAMPLE_VALUE), SymInt):
+            found.setdefault(size_key(value), node)
+    return found
+
+
+def _match(work: Sequence[Node], symbols: Mapping[Any, Node]) -> LayerMatch:
     independent = _independent_nodes(work)
     work = [node for node in work if node not in independent]
     own = set(work)
@@ -273,7 +292,19 @@ def _match(work: Sequence[Node]) -> LayerMatch:
         read for node in work for read in node.all_input_nodes if read not in own and not hop_body(read)
     )
     results = [node for node in work if any(user not in own for user in node.users)]
-    return LayerMatch(tuple(work), tuple(given), tuple(results))
+    sizes = dict.fromkeys(node for node in given if isinstance(node.meta.get(EXAMPLE_VALUE), SymInt))
+    tensors = tuple(node for node in given if node not in sizes)
+    if symbols:
+        # The whole graph reads symbols from its inputs, too.
+        used = set().union(*(_free_symbols(node) for node in tensors))
+        sizes |= dict.fromkeys(node for symbol, node in symbols.items() if symbol in used)
+    return LayerMatch(tuple(work), tuple(sizes), tensors, tuple(results))
+
+
+def _free_symbols(node: Node) -> set[Any]:
+    value = node.meta.get(EXAMPLE_VALUE)
+    keys = map(size_key, (*value.shape, *value.stride())) if isinstance(value, Tensor) else ()
+    return {symbol for key in keys for symbol in getattr(key, "free_symbols", ())}
 
 
 def _independent_nodes(work: Sequence[Node]) -> set[Node]:
@@ -323,11 +354,11 @@ def _is_separable(region: LayerMatch, fingerprints: NodeFingerprints) -> bool:
 
     It takes and returns tensors, mutates no input, and its results share no memory with inputs or with each other.
     """
-    if any(not isinstance(node.meta.get(EXAMPLE_VALUE), Tensor) for node in (*region.inputs, *region.results)):
+    if any(not isinstance(node.meta.get(EXAMPLE_VALUE), Tensor) for node in (*region.tensors, *region.results)):
         return False
     if any(fingerprints.describe_layout(node) is None for node in region.inputs):
         return False
-    given = {node_storage(node) for node in region.inputs}
+    given = {node_storage(node) for node in region.tensors}
     results = [node_storage(node) for node in region.results]
     if not results or len(set(results)) < len(results) or given & set(results):
         return False
