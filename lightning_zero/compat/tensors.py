@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import DisableTorchFunctionSubclass, SymBool, SymFloat, SymInt, Tensor, nn
+from torch import DisableTorchFunctionSubclass, SymBool, SymInt, Tensor, nn
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -85,7 +85,7 @@ def size_key(size: int | SymInt) -> Any:
     return int(formula) if formula.is_number else formula
 
 
-def depends_on_data(number: SymInt | SymFloat | SymBool) -> bool:
+def depends_on_data(number: SymInt | SymBool) -> bool:
     """Return False if the number follows from sizes and numbers that the graph is given."""
     # Sizes of nested tensors have other nodes. (torch 2.11+)
     return not isinstance(number.node, SymNode) or bool(free_unbacked_symbols(number))

@@ -101,8 +101,8 @@ def _check_node(node: Node, inside: set[Node]) -> None:
             fake_layout(value)
             if getattr(value, "constant", None) is not None:
                 raise ReuseRejected("a tensor with a known value")
-        elif isinstance(value, SymInt | SymFloat | SymBool) and depends_on_data(value):
-            raise ReuseRejected("a number that depends on data")
+        elif isinstance(value, SymFloat) or (isinstance(value, SymInt | SymBool) and depends_on_data(value)):
+            raise ReuseRejected("a number that is no size")
 
 
 def _check_result(result: Any, known: set[Node]) -> None:

@@ -92,8 +92,9 @@ def _backward(layer: str, number: int, grads: str, tangents: Sequence[Tensor]) -
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    layer, number, _, grads, *_ = inputs
+    layer, number, _, grads, _, sizes = inputs
     ctx.arguments = layer, number, grads
+    ctx.no_grad = None if sizes else []  # torch takes an empty list for one of tensors
 
 
 def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -101,7 +102,7 @@ def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ..
     # A missing gradient is detected when the layer is expanded. Raising here would make autograd warn users.
     present = [tangent for tangent in tangents if tangent is not None]
     found = iter(backward()(layer, number, grads, present))
-    return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)], None
+    return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)], ctx.no_grad
 
 
 def _end(result: Tensor, stride: Sequence[int]) -> Tensor:
