@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import DisableTorchFunctionSubclass, SymBool, SymInt, Tensor, nn
+from torch import DisableTorchFunctionSubclass, SymBool, SymFloat, SymInt, Tensor, nn
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -72,23 +72,24 @@ def storage_key(tensor: Tensor) -> int:
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
-def size_key(size: int | SymInt) -> Any:
-    """Return a size as a number or as its formula of symbols; None if it depends on data.
+SYMBOLIC = (SymInt, SymFloat, SymBool)
+
+
+def size_key(size: Any) -> Any:
+    """Return a size, or a number that follows from sizes, as a number or as its formula of symbols; None for others.
 
     Equal formulas of one graph are equal sizes. To compare symbolic sizes themselves would add a guard.
     """
-    if isinstance(size, int):
+    if not isinstance(size, SYMBOLIC):
         return size
-    if depends_on_data(size):
+    # Sizes of nested tensors have other nodes. (torch 2.11+)
+    if not isinstance(size.node, SymNode) or free_unbacked_symbols(size):
         return None
     formula = size.node.expr
-    return int(formula) if formula.is_number else formula
-
-
-def depends_on_data(number: SymInt | SymBool) -> bool:
-    """Return False if the number follows from sizes and numbers that the graph is given."""
-    # Sizes of nested tensors have other nodes. (torch 2.11+)
-    return not isinstance(number.node, SymNode) or bool(free_unbacked_symbols(number))
+    # Symbols of floats stand for numbers in the code that have changed.
+    if not all(symbol.is_integer for symbol in formula.free_symbols):
+        return None
+    return int(formula) if isinstance(size, SymInt) and formula.is_number else formula
 
 
 def size_of(formula: Any, like: Any) -> int | SymInt:

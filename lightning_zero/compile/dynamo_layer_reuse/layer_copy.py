@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.fx import Node, Proxy
 from torch.fx.node import map_arg
 
@@ -34,12 +34,13 @@ from lightning_zero.compat.graphs import (
     STACK_TRACE,
 )
 from lightning_zero.compat.tensors import (
+    SYMBOLIC,
     FakeTensor,
-    depends_on_data,
     fake_like,
     layout_key,
     no_dispatch_modes,
     no_python_dispatcher,
+    size_key,
     storage_key,
     unsafe_view,
 )
@@ -101,8 +102,8 @@ def _check_node(node: Node, inside: set[Node]) -> None:
             fake_layout(value)
             if getattr(value, "constant", None) is not None:
                 raise ReuseRejected("a tensor with a known value")
-        elif isinstance(value, SymFloat) or (isinstance(value, SymInt | SymBool) and depends_on_data(value)):
-            raise ReuseRejected("a number that is no size")
+        elif isinstance(value, SYMBOLIC) and size_key(value) is None:
+            raise ReuseRejected("a number that does not follow from sizes")
 
 
 def _check_result(result: Any, known: set[Node]) -> None:

@@ -119,6 +119,8 @@ def _extract_module(region: LayerMatch, strides: Sequence[Sequence[int]] | None)
         new[node] = graph.placeholder(node.name)
     bodies: dict[str, Any] = {}
     places = {node: place for place, node in enumerate(region.places)}
+    for node in region.numbers:
+        new[node] = graph.node_copy(node, new.__getitem__)
     for node in region.nodes:
         for read in node.all_input_nodes:
             if read not in new and hop_body(read) is not None:

@@ -26,7 +26,7 @@ from lightning_zero.compat.graphs import (
     SET_GRAD_ENABLED,
     STATELESS_CALLS,
 )
-from lightning_zero.compat.tensors import CHECKPOINTS, size_key
+from lightning_zero.compat.tensors import CHECKPOINTS, SYMBOLIC, size_key
 from lightning_zero.compile.capture.dynamo_graph import mutated_inputs, node_storage
 from lightning_zero.compile.fx_utils import ForbidRandomOps
 from lightning_zero.compile.layer_dedup.hop_bodies import (
@@ -53,7 +53,7 @@ def describe_layout(value: Any) -> str | None:
             return None
         shape, stride = (tuple(map(size_key, sizes)) for sizes in (value.shape, value.stride()))
         return None if None in shape + stride else f"{value.dtype}{shape}{stride}{value.device}{value.requires_grad}"
-    if isinstance(value, SymInt):
+    if isinstance(value, SYMBOLIC):
         return None if size_key(value) is None else f"size {size_key(value)}"
     if isinstance(value, tuple | list):
         parts = ["None" if part is None else describe_layout(part) for part in value]  # attention may return no weights
@@ -204,6 +204,7 @@ class LayerMatch:
         nodes: in order; nodes between them are independent of them.
         sizes: symbolic sizes that it reads, or that are symbols of its tensors.
         tensors: the other inputs.
+        numbers: nodes outside of it that compute numbers from ``sizes``, in order.
         results: nodes that the rest of the graph reads.
     """
 
@@ -211,6 +212,7 @@ class LayerMatch:
     sizes: tuple[Node, ...]
     tensors: tuple[Node, ...]
     results: tuple[Node, ...]
+    numbers: tuple[Node, ...] = ()
 
     @property
     def inputs(self) -> tuple[Node, ...]:
@@ -225,10 +227,15 @@ class LayerMatch:
 def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> list[LayerMatch]:
     """Return disjoint layers that repeat often enough, in order; they may be of several kinds."""
     others = ("placeholder", "get_attr", "output")
-    nodes = [node for node in graph.nodes if node.op not in others and _target_name(node) not in NO_OP_CALLS]
+    numbers = _numbers(graph)
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op not in others and _target_name(node) not in NO_OP_CALLS and node not in numbers
+    ]
     keys = [fingerprints.node_key(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
-    symbols = _symbols(graph)
+    symbols = {size_key(node.meta[EXAMPLE_VALUE]): node for node in reversed(numbers) if node.op == "placeholder"}
     found: list[LayerMatch] = []
     # A checkpointed layer is a call and an item of its result.
     shortest = 2 if any(node.target in CHECKPOINTS for node in nodes) else MIN_NODES
@@ -246,7 +253,7 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
                 for begin in begins
                 if all(plain[begin : begin + run.period])
                 and None not in keys[begin : begin + run.period]
-                and _is_separable(region := _match(nodes[begin : begin + run.period], symbols), fingerprints)
+                and _is_separable(region := _match(nodes[begin : begin + run.period], numbers, symbols), fingerprints)
                 and len(region.places) >= MIN_NODES
             ]
             if regions:
@@ -275,16 +282,22 @@ def _phases(nodes: Sequence[Node], run: RepeatedRun) -> list[int]:
     return sorted(range(min(run.period, run.stop - run.start - run.period + 1)), key=cost)
 
 
-def _symbols(graph: Graph) -> dict[Any, Node]:
-    """Return the inputs of the graph that are symbols, by symbol."""
-    found: dict[Any, Node] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        if isinstance(value := node.meta.get(EXAMPLE_VALUE), SymInt):
-            found.setdefault(size_key(value), node)
+def _numbers(graph: Graph) -> dict[Node, None]:
+    """Return the symbols among the graph's inputs and the numbers computed from them, in order.
+
+    Dynamo computes each number once. The first layer may compute it and others read it.
+    """
+    found: dict[Node, None] = {}
+    for node in graph.nodes:
+        value = node.meta.get(EXAMPLE_VALUE)
+        if isinstance(value, SYMBOLIC) and size_key(value) is not None:
+            given = node.op == "placeholder" and isinstance(value, SymInt)
+            if given or (node.all_input_nodes and all(read in found for read in node.all_input_nodes)):
+                found[node] = None
     return found
 
 
-def _match(work: Sequence[Node], symbols: Mapping[Any, Node]) -> LayerMatch:
+def _match(work: Sequence[Node], numbers: Mapping[Node, None], symbols: Mapping[Any, Node]) -> LayerMatch:
     independent = _independent_nodes(work)
     work = [node for node in work if node not in independent]
     own = set(work)
@@ -292,13 +305,20 @@ def _match(work: Sequence[Node], symbols: Mapping[Any, Node]) -> LayerMatch:
         read for node in work for read in node.all_input_nodes if read not in own and not hop_body(read)
     )
     results = [node for node in work if any(user not in own for user in node.users)]
-    sizes = dict.fromkeys(node for node in given if isinstance(node.meta.get(EXAMPLE_VALUE), SymInt))
-    tensors = tuple(node for node in given if node not in sizes)
+    read = {node for node in given if node in numbers}
+    tensors = tuple(node for node in given if node not in read)
+    pending = list(read)
+    while pending:
+        read.update(new := [node for node in pending.pop().all_input_nodes if node not in read])
+        pending += new
     if symbols:
         # The whole graph reads symbols from its inputs, too.
         used = set().union(*(_free_symbols(node) for node in tensors))
-        sizes |= dict.fromkeys(node for symbol, node in symbols.items() if symbol in used)
-    return LayerMatch(tuple(work), tuple(sizes), tensors, tuple(results))
+        read |= {node for symbol, node in symbols.items() if symbol in used}
+    known = [node for node in numbers if node in read] if read else []
+    sizes = tuple(node for node in known if node.op == "placeholder")
+    own_numbers = tuple(node for node in known if node.op != "placeholder")
+    return LayerMatch(tuple(work), sizes, tensors, tuple(results), own_numbers)
 
 
 def _free_symbols(node: Node) -> set[Any]:
