@@ -19,7 +19,7 @@ from lightning_zero.compat.graphs import AC_GRAPH_ID, EXAMPLE_VALUE
 from lightning_zero.compat.tensors import CHECKPOINTS, no_dispatch_modes, no_python_dispatcher
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 from lightning_zero.compile.fx_utils import GATHER, NodeReplacer, results
-from lightning_zero.compile.layer_dedup.expand import LayerExpansion, rebase_value
+from lightning_zero.compile.layer_dedup.expand import ComputedNumbers, LayerExpansion, rebase_value
 from lightning_zero.compile.layer_dedup.hop_bodies import bypass_region_inputs, expand_regions, has_own_policy, readers
 from lightning_zero.compile.layer_dedup.layer_call import TANGENTS, TENSORS, DedupFailed, backward, describe, forward
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, RegionIds, TraceJoint, in_region, trace_layer
@@ -132,11 +132,12 @@ class LayerDedup:
         begun: dict[int, LayerExpansion] = {}
         moved: dict[int, Tensor] = {}
         numbers = RegionIds()
-        layer_calls = NodeReplacer(graph)
+        layer_calls, computed = NodeReplacer(graph), ComputedNumbers()
         parts: set[Node] = set()  # items of layer calls' results
         for node in list(graph.nodes):
             if node in parts:
                 continue
+            computed.add(node)
             if node.target is forward() or node.target is backward():
                 parts.update(node.users)
             if node.target is forward():
@@ -145,7 +146,7 @@ class LayerDedup:
                 body = layer.body.passed if self._passed else layer.body
                 assert body is not None
                 begun[number] = LayerExpansion(
-                    graph, layer_calls, number, layer.region, body, numbers.of_layer(body.numbers)
+                    graph, layer_calls, number, layer.region, body, numbers.of_layer(body.numbers), computed
                 )
                 begun[number].forward(node)
                 moved |= begun[number].moved

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, MUST_BE_IN_BACKWARD, PARTITIONER_TAG
-from lightning_zero.compat.tensors import FakeTensor, fake_like, layout_key, size_key, storage_key
+from lightning_zero.compat.tensors import SYMBOLIC, FakeTensor, fake_like, layout_key, size_key, storage_key
 from lightning_zero.compile.fx_utils import NodeReplacer
 from lightning_zero.compile.layer_dedup.layer_call import SIZES, TANGENTS, TENSORS, DedupFailed
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View
@@ -22,11 +22,28 @@ from lightning_zero.compile.layer_dedup.matching import LayerMatch
 from lightning_zero.sharding.layout import is_dense
 
 
+class ComputedNumbers:
+    """Nodes of a graph whose values follow from its symbols, by their formulas."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Any, Node] = {}
+
+    def add(self, node: Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, SYMBOLIC) and (formula := size_key(value)) is not None:
+            self._nodes.setdefault((type(value), formula), node)
+
+    def find(self, value: Any) -> Node | None:
+        """Return an earlier node with this value."""
+        return self._nodes.get((type(value), size_key(value))) if isinstance(value, SYMBOLIC) else None
+
+
 class LayerExpansion:
     """Expansion of one layer in a joint graph.
 
     Args:
         numbers: maps checkpoint region ids of the traced graph to ids of this layer.
+        computed: nodes of the graph that compute numbers from sizes; layers share them, as if they were traced together.
 
     Attributes:
         moved: maps the storage of the layer call's results to the tensor that replaces it.
@@ -40,6 +57,7 @@ class LayerExpansion:
         region: LayerMatch,
         body: LayerGraph,
         numbers: Mapping[int, int],
+        computed: ComputedNumbers,
     ) -> None:
         self._graph = graph
         self._layer_calls = layer_calls
@@ -47,6 +65,7 @@ class LayerExpansion:
         self._region = region
         self._body = body
         self._numbers = numbers
+        self._computed = computed
         self._new: dict[Node, Any] = {}
         self._memory: dict[int, Tensor] = {}
         self.moved: dict[int, Tensor] = {}
@@ -110,11 +129,15 @@ class LayerExpansion:
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), self._new.__getitem__)
                 template = self._body.templates[node]
+                if (known := self._computed.find(template.view)) is not None:
+                    self._new[node] = known
+                    continue
                 new = self._graph.create_node(node.op, node.target, args, kwargs, template.name, node.type)
                 self._new[node] = new
                 if node.op == "get_attr":
                     new.target = self._constant(self._body.constants[str(node.target)])
                 new.meta = self._meta(template)
+                self._computed.add(new)
 
     def _constant(self, value: Tensor) -> str:
         """Return the name of an attribute with this tensor, shared by all layers of a kind."""

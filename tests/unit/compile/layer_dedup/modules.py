@@ -264,7 +264,9 @@ class Projecting(nn.Module):
         return x.sum()
 
 
-def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torch.float32) -> tuple[list[str], int]:
+def joint_graph(
+    module: nn.Module, outlined: bool, precision: torch.dtype = torch.float32, dynamic: bool = False
+) -> tuple[list[str], int]:
     """Return the lines of the graph, and the number of deduplicated layers in it."""
     lines: list[str] = []
     count = 0
@@ -278,14 +280,14 @@ def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torc
         lines[:] = described(graph)
 
     with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
-        torch.compile(module, backend=backend(outlined, found))(x)
+        torch.compile(module, backend=backend(outlined, found), dynamic=dynamic or None)(x)
     return lines, count
 
 
-def same_graph(module: nn.Module, count: int) -> list[str]:
+def same_graph(module: nn.Module, count: int, dynamic: bool = False) -> list[str]:
     """Assert that the joint graph with ``count`` deduplicated layers equals the whole one, and return it."""
-    whole, _ = joint_graph(module, False)
-    once, found = joint_graph(module, True)
+    whole, _ = joint_graph(module, False, dynamic=dynamic)
+    once, found = joint_graph(module, True, dynamic=dynamic)
     assert found == count
     assert len(whole) > 100
     assert once == whole, "\n".join(difflib.unified_diff(whole, once, "whole", "once", lineterm=""))
