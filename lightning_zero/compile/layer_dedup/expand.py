@@ -43,7 +43,7 @@ class LayerExpansion:
 
     Args:
         numbers: maps checkpoint region ids of the traced graph to ids of this layer.
-        computed: nodes of the graph that compute numbers from sizes; layers share them, as if they were traced together.
+        computed: numbers computed from sizes, which layers share as if they were traced together.
 
     Attributes:
         moved: maps the storage of the layer call's results to the tensor that replaces it.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
+from lightning_zero.compat.dynamo import mark_dynamic
 from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, SOURCE_FN_STACK
 from lightning_zero.compile.capture.dynamo_graph import node_storage
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Attention, Compiled, Layer, Model
@@ -502,6 +503,26 @@ def test_a_layer_that_compares_identities_computes_its_own_result(way: int) -> N
     results = [Compiled(model, once)(X) for once in (False, True)]
     assert torch.equal(*results)
     assert torch.equal(results[1], model(X))
+
+
+class Shortening(Layer):
+    """Each layer of two has half of its input's rows as results."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        y = super().forward(x, mask)
+        return y[: y.shape[0] // 2 + 1] * y.shape[0] if self.number % 2 else y
+
+
+@pytest.mark.parametrize(("kind", "traced"), [(Layer, 1), (Shortening, 5)])
+def test_layers_of_equal_formulas_of_sizes_are_traced_once(kind: type[Layer], traced: int) -> None:
+    model = Model(kind).eval()
+    compiled = Compiled(model, dynamic=None)
+    for rows in (20, 31, 64, 9):
+        x = torch.randn(rows, WIDTH)
+        mark_dynamic(x, 0)
+        assert torch.allclose(compiled(x), model(x))
+    assert len(compiled.graphs) == 1
+    assert compiled.traced[kind.__name__] == traced
 
 
 class Way(Enum):

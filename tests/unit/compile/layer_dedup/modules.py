@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import aot_autograd
+from lightning_zero.compat.dynamo import mark_dynamic
 from lightning_zero.compat.graphs import (
     AC_GRAPH_ID,
     CUSTOM,
@@ -273,6 +274,8 @@ def joint_graph(
     torch.compiler.reset()
     torch.manual_seed(0)
     x = torch.randn(3, 6, WIDTH)
+    for dim in (0, 1) if dynamic else ():
+        mark_dynamic(x, dim)
 
     def found(layers: LayerDedup | None, graph: Graph) -> None:
         nonlocal count
@@ -280,7 +283,7 @@ def joint_graph(
         lines[:] = described(graph)
 
     with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
-        torch.compile(module, backend=backend(outlined, found), dynamic=dynamic or None)(x)
+        torch.compile(module, backend=backend(outlined, found))(x)
     return lines, count
 
 

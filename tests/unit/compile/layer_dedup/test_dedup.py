@@ -75,6 +75,22 @@ def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], cou
     same_graph(make(), count)
 
 
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: Stack(Block), LAYERS),
+        (lambda: Stack(Mixing), LAYERS),
+        (Permuted, LAYERS),
+        (lambda: Stack(Block, nn.Identity()), LAYERS - 1),
+    ],
+    ids=["plain", "several sizes in a product", "permuted", "expanded gradient"],
+)
+@pytest.mark.exhaustive_variants("permuted", "expanded gradient")
+def test_the_joint_graph_with_symbolic_sizes_is_that_of_the_whole(make: Callable[[], nn.Module], count: int) -> None:
+    lines = same_graph(make(), count, dynamic=True)
+    assert any("s77" in line or "s0" in line for line in lines)
+
+
 def test_groups_of_layers_are_one_kind_and_what_stands_between_them() -> None:
     """Sliding-window models have five layers with a window and one without, again and again."""
     module = Stack(Block)
