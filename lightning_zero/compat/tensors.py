@@ -93,9 +93,7 @@ def size_key(size: Any) -> Any:
 
 
 def size_of(formula: Any, like: Any) -> int | SymInt:
-    """Return the size of a formula in the graph of a fake tensor."""
-    if isinstance(formula, int):
-        return formula
+    """Return the symbolic size of a formula in the graph of a fake tensor."""
     return like.fake_mode.shape_env.create_symintnode(formula, hint=None)  # type: ignore[no-any-return]
 
 

@@ -76,7 +76,9 @@ def _layouts(described: str) -> list[_Layout]:
 def _fake_results(described: str, like: Tensor) -> list[Tensor]:
     made = []
     for form in _layouts(described):
-        shape, stride = ([size_of(_FORMULAS.get(size, size), like) for size in sizes] for sizes in form[:2])
+        shape, stride = (
+            [size_of(_FORMULAS[size], like) if isinstance(size, str) else size for size in sizes] for sizes in form[:2]
+        )
         made.append(torch.empty_strided(shape, stride, dtype=form.dtype, device=form.device))
     return made
 
