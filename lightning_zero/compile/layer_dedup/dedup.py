@@ -261,7 +261,7 @@ def _insert_layer_calls(before: Graph, layers: Sequence[_Layer]) -> Graph:
             region, body = layers[number].region, layers[number].body
             layouts = describe(_values(body.results)), describe(_values(body.grads[len(region.sizes) :]))
             inputs = [[new[read] for read in reads] for reads in (region.tensors, region.sizes)]
-            arguments = (layers[number].digest, number, *layouts, *inputs)
+            arguments: Any = (layers[number].digest, number, *layouts, *inputs)
             call = after.call_function(forward(), arguments)
             call.meta[EXAMPLE_VALUE] = [result.meta[EXAMPLE_VALUE] for result in region.results]
             for at, result in enumerate(region.results):
