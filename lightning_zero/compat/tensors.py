@@ -76,7 +76,7 @@ SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 
 def size_key(size: Any) -> Any:
-    """Return a size, or a number that follows from sizes, as a number or as its formula of symbols; None for others.
+    """Return a size, or a number that follows from sizes, or its formula of symbols; None for others.
 
     Equal formulas of one graph are equal sizes. To compare symbolic sizes themselves would add a guard.
     """
