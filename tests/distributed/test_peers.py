@@ -330,7 +330,7 @@ def lengths_differ() -> tuple[list[float], dict[str, int]]:
                 loss = model.loss(batch)
             loss.backward()
             optimizer.step()
-            engine.before_step()
+            engine.cycle.before_step()
             optimizer.zero_grad()
             losses.append(loss.item())
             if step % 3 == 1:

@@ -229,7 +229,7 @@ def edits_arrive() -> None:
     edit(*plain)
     with sharded(model) as (engine,):
         edit(*model)
-        engine.before_step()
+        engine.cycle.before_step()
         for name, value in model.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
         for record in engine.sharder.live:
