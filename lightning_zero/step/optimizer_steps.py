@@ -268,6 +268,9 @@ class OptimizerSteps:
         """
         try:
             yield self.begin(optimizer, skip, in_closure=False, clip=clip)
+        except (RuntimeError, ValueError, IndexError) as error:
+            self.stepper(optimizer).explain_error(error)
+            raise
         finally:
             self.end(optimizer)
 
@@ -296,6 +299,9 @@ class OptimizerSteps:
         hook = optimizer.register_step_pre_hook(guard)
         try:
             yield wrap
+        except (RuntimeError, ValueError, IndexError) as error:
+            self.stepper(optimizer).explain_error(error)
+            raise
         finally:
             hook.remove()
             self.end(optimizer)

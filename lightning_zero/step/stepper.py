@@ -29,7 +29,12 @@ from lightning_zero.optim.update_rules import needs_matrices
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
-from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
+from lightning_zero.step.elementwise_check import (
+    CHECKED_STEPS,
+    ElementwiseCheck,
+    explain_shape_error,
+    needs_elementwise_check,
+)
 from lightning_zero.step.matrix_agreement import MatrixAgreement
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
 from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
@@ -227,6 +232,11 @@ class OptimizerStepper:
     def in_progress(self) -> bool:
         """True from :meth:`begin` until the optimizer's own ``step`` has ended."""
         return self._swap.swapped or self._begins_in_step
+
+    def explain_error(self, error: Exception) -> None:
+        """Raise :class:`UnsupportedError` from an error of the optimizer's own code that shards may have caused."""
+        if self._swap.swapped:
+            explain_shape_error(self._optimizer, error)
 
     @without_shard_dispatch
     def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
