@@ -58,8 +58,8 @@ def explain_shape_error(optimizer: torch.optim.Optimizer, error: Exception) -> N
         return
     raise UnsupportedError(
         f"The step() of {type(optimizer).__name__} failed ({type(error).__name__}: {line}). Each rank holds only a "
-        f"flat piece of every parameter, which an optimizer of full matrices cannot step. {INSTEAD} torch.optim.Muon and "
-        "torch.optim.Adafactor themselves work, and others by lightning_zero.register_matrix_rule. If its rule is "
+        f"flat piece of every parameter, which an optimizer of full matrices cannot step. {INSTEAD} torch.optim.Muon "
+        "and torch.optim.Adafactor themselves work, and others by lightning_zero.register_matrix_rule. If its rule is "
         "elementwise, make its state by torch.zeros_like(p)."
     ) from error
 
