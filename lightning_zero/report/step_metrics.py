@@ -152,7 +152,7 @@ def window_metrics(
 
 
 def fp8_metrics(health: Fp8Health) -> dict[str, float]:
-    """Return the last report about fp8 matrices by its names in ``CommMonitor``; empty before the first one."""
+    """Return the last report about fp8 matrices by its names in ``CommMonitor``; empty without one."""
     steps = {"fp8/steps": float(health.steps)} if health.reports else {}
     return steps | {f"fp8/{name}": number for name, number in health.values.items()}
 

@@ -132,7 +132,7 @@ class ParamSwap:
 
 
 class StepGuard:
-    """Pre-hook of an optimizer that is stepped with a closure. It finds steps that are made before that one's turn.
+    """Find steps that hooks make before the announced one, as a pre-hook of the optimizer.
 
     Args:
         in_progress: Returns True once the announced step has begun.
@@ -234,7 +234,7 @@ class OptimizerStepper:
         return self._swap.swapped or self._begins_in_step
 
     def explain_error(self, error: Exception) -> None:
-        """Raise :class:`UnsupportedError` from an error of the optimizer's own code that shards may have caused."""
+        """Raise :class:`UnsupportedError` if shards may have caused an error of the optimizer's own code."""
         if self._swap.swapped:
             explain_shape_error(self._optimizer, error)
 
