@@ -104,7 +104,7 @@ class Fp8Health:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self, on_report: Callable[[], object] = lambda: None) -> None:
-        """Report the steps since the last report. Call when a training has ended, also in the middle of a step.
+        """Report the steps since the last report. Call when a training ends, also within a step.
 
         Wait for at most two seconds, because the device may be stuck. Then :meth:`read` waits for the report.
 
