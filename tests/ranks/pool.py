@@ -55,7 +55,8 @@ class RankPool:
     deadline: seconds a call may take unless it says otherwise
     preload: modules each rank imports before its first call
     start_deadline: seconds the ranks may take to start
-    grace: seconds the other ranks get to answer once one has failed, or to settle after a call
+    grace: seconds the other ranks get to answer once one has failed, or to settle after a call; those in which one is
+        stopped, or waits for a core or the disk, do not count
     collective_timeout: the process group's; long, so that the deadline speaks first
     """
 
@@ -278,9 +279,10 @@ class RankPool:
     def _await(self, seconds: float) -> Words:
         """Each rank's next word, in order of arrival; silent ranks are missing from it."""
         words: Words = {}
-        end = time.monotonic() + seconds
+        left = most = seconds
         graced = False
-        while len(words) < self.world_size and (left := end - time.monotonic()) > 0:
+        while len(words) < self.world_size and left > 0:
+            begun = time.monotonic()
             silent = {rank.link: i for i, rank in enumerate(self._ranks) if i not in words}
             ready = wait(list(silent), timeout=min(left, 0.5))
             for link, i in silent.items():
@@ -292,9 +294,14 @@ class RankPool:
                 elif self._ranks[i].process.poll() is not None and not link.poll():
                     # no end of file: a child that it forked still holds the pipe open
                     words[i] = ("died", None)
+            passed = min(time.monotonic() - begun, 1.0)  # this process may have been stopped itself
+            most -= passed
+            if not graced or all(report.asleep(self._ranks[i].process.pid) for i in silent.values() if i not in words):
+                left -= passed
+            left = min(left, most)
             if not graced and any(kind in ("raised", "died") for kind, _ in words.values()):
                 graced = True
-                end = min(end, time.monotonic() + self.grace)
+                left = min(left, self.grace)
         return words
 
     def _settled(self, words: Words) -> bool:
@@ -310,7 +317,7 @@ class RankPool:
             kind, body = words.get(i, ("gave no answer", None))
             if kind == "died":
                 try:
-                    code = rank.process.wait(timeout=1)
+                    code = rank.process.wait(timeout=10)
                     kind = report.exit_words(code)
                 except subprocess.TimeoutExpired:
                     kind = "closed its pipe"
