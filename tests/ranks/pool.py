@@ -274,12 +274,12 @@ class RankPool:
                 rank.mark()
             with contextlib.suppress(OSError):  # it is dead, which _await reports
                 rank.link.send(order)
-        return self._await(seconds)
+        return self._await(seconds, short=order[0] == "settle")
 
-    def _await(self, seconds: float) -> Words:
-        """Each rank's next word, in order of arrival; silent ranks are missing from it."""
+    def _await(self, seconds: float, short: bool = False) -> Words:
+        """Each rank's next word, in order of arrival; silent ranks are missing from it. ``short``: see ``grace``."""
         words: Words = {}
-        left = most = seconds
+        left, most = seconds, max(seconds, self.deadline) if short else seconds
         graced = False
         while len(words) < self.world_size and left > 0:
             begun = time.monotonic()
@@ -296,7 +296,8 @@ class RankPool:
                     words[i] = ("died", None)
             passed = min(time.monotonic() - begun, 1.0)  # this process may have been stopped itself
             most -= passed
-            if not graced or all(report.asleep(self._ranks[i].process.pid) for i in silent.values() if i not in words):
+            pids = [self._ranks[i].process.pid for i in silent.values() if i not in words]
+            if not (graced or short) or all(map(report.asleep, pids)):
                 left -= passed
             left = min(left, most)
             if not graced and any(kind in ("raised", "died") for kind, _ in words.values()):
