@@ -18,8 +18,7 @@ from tests.faults.spec import Fault, Training
 __all__ = ["Case", "about", "judge", "names", "shows", "watch"]
 
 LIMIT_S = 30.0  # most jobs end within 5; a machine may be busy
-AT_ONCE_S = 3.0  # until an exception's traceback is there, or until others give up, if the machine is so busy
-ALONE_S = 8.0  # if no rank waits
+AT_ONCE_S = 3.0  # in which the rank sleeps or waits, until an exception's traceback is there
 
 TRACE = "Traceback (most recent call last)"
 ELSEWHERE = re.compile(r"\(traceback: printed by rank \d+\)")  # where several ranks share an exception
@@ -115,7 +114,7 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
         if rank.number not in case.fault.ranks and (rank.code or 0) < 0:
             complaints.append(f"{who} {rank.state}")
         if rank.number in case.fault.ranks:
-            complaints += [f"{who}: {words}" for words in _own(case, rank, outcome)]
+            complaints += [f"{who}: {words}" for words in _own(case, rank)]
         elif case.named and not any(names(failed).search(rank.text) for failed in case.fault.ranks):
             complaints.append(f"{who} does not name who failed")
         elif case.named and case.named_within_s is not None and min(rank.at.values(), default=0) > case.named_within_s:
@@ -130,7 +129,7 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
     return complaints
 
 
-def _own(case: Case, rank: Rank, outcome: Outcome) -> list[str]:
+def _own(case: Case, rank: Rank) -> list[str]:
     trace = shows(case.fault.action)
     if trace is None or case.ends == "finishes":
         return []
@@ -139,9 +138,8 @@ def _own(case: Case, rank: Rank, outcome: Outcome) -> list[str]:
         return ["its own traceback is missing"]
     if TRACE not in printed:
         return []
-    seen = rank.at.get("trace", 0.0)
-    given_up = min((at for number in case.survivors for at in outcome.ranks[number].at.values()), default=ALONE_S)
-    return [f"its traceback came after {seen:.0f} s only"] if seen > max(AT_ONCE_S, given_up) else []
+    seen = rank.slept.get("trace", 0.0)
+    return [f"its traceback came after {seen:.0f} s only"] if seen > AT_ONCE_S else []
 
 
 def place(rank: Rank) -> str:
