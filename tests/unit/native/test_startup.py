@@ -152,6 +152,25 @@ def test_what_was_said_in_an_earlier_start_is_not_heard(store: TCPStore, monkeyp
         assert not ended
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_rank_that_a_busy_machine_starts_late_hears_of_earlier_ones(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    late = startup.own_process()
+    late["started"] = str(int(late["started"]) + 1000)
+    over = False
+    with watching(1, store.port) as (other, _, _), patch.object(startup, "own_process", lambda: late):
+        # Its process ends with its last message.
+        has_ended = lambda _: over or store.check(["lightning_zero/startup/0/failed/1"])  # noqa: E731
+        with patch.object(startup, "has_ended", has_ended), watching(0, store.port) as (watch, _, ended):
+            looks(watch)
+            if fails:
+                other.fail(ValueError("planned"))
+            over = True
+            assert until(ended).startswith("Rank 1 failed: ValueError: planned" if fails else "The process of rank 1 ")
+
+
 def test_ranks_that_come_say_nothing(store: TCPStore, clock: Clock) -> None:
     with watching(0, store.port) as (first, said, ended), watching(1, store.port) as (second, others, ends):
         looks(first)  # it has announced itself, as the other has
