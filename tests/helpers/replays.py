@@ -17,7 +17,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.native.watchdog import SequenceId
 from tests.helpers.checkpointed import NonReentrant, Reentrant
 from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, HoldsWeight, OtherHeads, Parts, TiedParts, WithTeacher
-from tests.helpers.models import Case, OneBlock, TinyTransformer, build, made_one_mlp, make_batches
+from tests.helpers.models import BatchNormNet, Case, OneBlock, TinyTransformer, build, made_one_mlp, make_batches
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import adamw, engine_for, train_sharded
 
@@ -42,6 +42,18 @@ TO_STEP: dict[str, Any] = {"unsharded_cache_mb": float("inf"), "unsharded_cache_
 class Dropping(OneBlock):
     def forward(self, ids: Tensor) -> Tensor:
         return F.dropout(super().forward(ids), 0.2, training=self.training)
+
+
+class Counting(BatchNormNet):
+    """Assigns a buffer to itself, so that its compiled code returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
 
 
 class Spare(OneBlock):
@@ -173,7 +185,7 @@ WAYS = {
     "activations checkpointed, by the reentrant way": Way(
         Reentrant, engine=BY_COLLECTIVE["weights and gradients"], generated=True
     ),
-    "buffers": Way("BatchNormNet"),
+    "buffers": Way(Counting),
     "an evaluation between": Way(training={"before_batch": evaluate}),
     "a weight edited between": Way(training={"before_batch": edit}),
     "another weight trained from then on": Way(Spare, training={"before_batch": train_spare}),

@@ -87,12 +87,20 @@ class CapturedCall:
             self.pair.close()
 
     def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], PendingBackward]:
-        """Return copies of the outputs, and a token that must live until the backward."""
+        """Return copies of the computed outputs, and a token that must live until the backward."""
         self._copy_in(args)
         outputs = [output.detach().clone() for output in self.pair.forward()]
         token = PendingBackward()
         self.pending_backward = weakref.ref(token)
         return outputs, token
+
+    def with_returned_inputs(self, computed: Sequence[Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the outputs of :meth:`forward` and, in their places, the inputs that the code returns as they are.
+
+        ``self.count += 1`` with a buffer makes compiled code return the buffer.
+        """
+        returned, rest = self.pair.returned, iter(computed)
+        return tuple(args[returned[n]] if n in returned else next(rest) for n in range(len(computed) + len(returned)))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return gradients of the inputs; None for parameters, whose gradients the executor has."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,6 +86,9 @@ class BackwardMemory:
 CHANGED_INPUT = "an input is changed in place"
 
 
+ReturnedInputs = Mapping[int, int]  # number of an output -> number of the input that it is
+
+
 @dataclass(frozen=True)
 class CaptureSpec:
     """Code to capture, with its inputs and conditions.
@@ -130,8 +133,8 @@ class CaptureSpec:
         if self.executor.activations is not None:
             self.executor.activations.wait_all()
 
-    def run(self) -> list[Tensor]:
-        """Run the compiled code and return its outputs.
+    def run(self) -> tuple[list[Tensor], ReturnedInputs]:
+        """Run the compiled code and return its outputs without the inputs among them, and where those belong.
 
         Raises:
             NotImplementedError: a replay would behave differently; the message gives the reason.
@@ -147,10 +150,31 @@ class CaptureSpec:
             raise NotImplementedError(CHANGED_INPUT)
         if not all(isinstance(output, Tensor) for output in outputs):
             raise NotImplementedError("an output is not a tensor")
-        owned = {value.untyped_storage().data_ptr() for value in self.inputs if isinstance(value, Tensor)}
-        if any(output.untyped_storage().data_ptr() in owned for output in outputs):
-            raise NotImplementedError("an output is an input, or a view of one")
-        return outputs
+        inputs = [(n, value) for n, value in enumerate(self.inputs) if isinstance(value, Tensor)]
+        known = {id(value): n for n, value in inputs if not value.requires_grad}
+        returned = {n: known[id(output)] for n, output in enumerate(outputs) if id(output) in known}
+        computed = [output for n, output in enumerate(outputs) if n not in returned]
+        owned = {value.untyped_storage().data_ptr() for _, value in inputs}
+        if any(output.untyped_storage().data_ptr() in owned for output in computed):
+            raise NotImplementedError("an output is a view of an input, or an input that requires grad")
+        return computed, returned
+
+    @contextmanager
+    def restoring_on_error(self) -> Iterator[None]:
+        """Restore buffers and the state of random numbers if the run in this context cannot be captured."""
+        copied = {id(tensor) for tensor in self.copied}
+        fixed = [v for v in self.inputs if isinstance(v, Tensor) and id(v) not in copied and not v.requires_grad]
+        before = [tensor.clone() for tensor in fixed]
+        random: Any = torch.cuda if self.executor.device.type == "cuda" else torch
+        state = random.get_rng_state()
+        try:
+            yield
+        except NotImplementedError:
+            random.set_rng_state(state)
+            with torch.no_grad():
+                for tensor, value in zip(fixed, before, strict=True):
+                    tensor.copy_(value)
+            raise
 
     def run_backward(self, outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Leave the gradients of ``copied`` in ``.grad``; the executor takes those of parameters."""
@@ -174,6 +198,7 @@ class GraphPair(Protocol):
     nbytes: int
 
     differentiable: Sequence[bool]  # one per output; known after a forward
+    returned: ReturnedInputs  # inputs that forward() leaves out; known after a forward
 
     def fits(self) -> bool:
         """Return True if a replay gives the same results as a run."""
@@ -252,6 +277,7 @@ class CUDAGraphPair:
 
     _pool: Any
     _stream: torch.cuda.Stream
+    returned: ReturnedInputs
 
     def __init__(self, spec: CaptureSpec) -> None:
         executor, device = spec.executor, spec.executor.device
@@ -275,6 +301,10 @@ class CUDAGraphPair:
         ):
             outputs: list[Tensor] = []
 
+            def run() -> None:
+                computed, self.returned = spec.run()
+                outputs.extend(computed)
+
             def prepare() -> None:
                 nonlocal reserved
                 # Captures cannot use memory cached outside of them, such as the buckets that the recording just
@@ -283,7 +313,7 @@ class CUDAGraphPair:
                 reserved = torch.cuda.memory_reserved(device)
 
             with spec.record_offloads(self._sent):
-                self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
+                self._forward = _Graph(spec, self._pool, run, False, prepare)
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [get_gradient_edge(output) for output in outputs if output.requires_grad]
             self._grads = spec.memory.gradients_like(outputs)
@@ -350,6 +380,7 @@ class EmulatedGraphPair:
         self._adding: bool | None = None  # True if the first backward found gradients
         self._outputs: list[Tensor] = []
         self.differentiable: Sequence[bool] = ()
+        self.returned: ReturnedInputs = {}
 
     @contextmanager
     def _recorded(self, backward: bool, accumulates: bool) -> Iterator[None]:
@@ -379,8 +410,9 @@ class EmulatedGraphPair:
 
     def forward(self) -> Sequence[Tensor]:
         holding = self._spec.use_blocks(self.blocks)
-        with torch.enable_grad(), holding, self._recorded(backward=False, accumulates=False):
-            self._outputs = self._spec.run()
+        restoring = nullcontext() if self._numbers else self._spec.restoring_on_error()
+        with torch.enable_grad(), holding, self._recorded(backward=False, accumulates=False), restoring:
+            self._outputs, self.returned = self._spec.run()
         self.differentiable = [output.requires_grad for output in self._outputs]
         return self._outputs
 

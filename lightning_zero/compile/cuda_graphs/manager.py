@@ -356,8 +356,8 @@ class GraphDispatcher:
             return self._run(args, key)
         self._replayed[key] += 1
         try:
-            outputs = GraphReplay.apply(captured, *args)
-        except NotImplementedError as error:  # an emulated capture runs no earlier; only copies of inputs have changed
+            outputs = captured.with_returned_inputs(GraphReplay.apply(captured, *args), args)
+        except NotImplementedError as error:  # an emulated capture runs no earlier; it has restored what it changed
             self.disable(str(error))
             return self._run(args, key)
         self._pending_backwards[key.slot] = captured.pending_backward

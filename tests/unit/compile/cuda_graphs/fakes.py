@@ -59,6 +59,7 @@ class FakePair:
     """Computes from its inputs at each replay, like a graph."""
 
     made: list[FakePair] = []
+    returned: dict[int, int] = {}
 
     def __init__(self, job: CaptureSpec) -> None:
         if job.executor.reason == "refuse":  # type: ignore[attr-defined]

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.graph_pairs import BackwardMemory, CaptureSpec, CUDAGraphPair, GradientBuffers
+from lightning_zero.compile.cuda_graphs.graph_pairs import (
+    BackwardMemory,
+    CaptureSpec,
+    CUDAGraphPair,
+    EmulatedGraphPair,
+    GradientBuffers,
+)
 
 
 class Graph:
@@ -176,7 +182,8 @@ def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock
     ("compiled", "reason"),
     [
         (lambda weight, batch: (weight * batch.mul_(2),), "changed in place"),
-        (lambda weight, batch: (weight * batch, batch.view(1, 2)), "a view of one"),
+        (lambda weight, batch: (weight * batch, batch.view(1, 2)), "a view of an input"),
+        (lambda weight, batch: (weight * batch, weight), "an input that requires grad"),
         (lambda weight, batch: (weight * batch, 4), "not a tensor"),
     ],
 )
@@ -256,3 +263,26 @@ def test_an_input_that_requires_grad_and_is_changed_is_refused_by_the_same_reaso
     spec = CaptureSpec(lambda x: (x.add_(1), x), [batch], [batch], Executor(), False, None)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="an input is changed in place"):
         spec.run()
+
+
+def test_an_input_that_is_an_output_is_left_to_the_caller(allocator: MagicMock) -> None:
+    pair = capture(Executor(), lambda weight, batch: (batch, weight.detach() * batch, batch))
+    assert len(pair.forward()) == 1
+    assert pair.returned == {0: 1, 2: 1}
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_run_that_cannot_be_captured_leaves_buffers_and_random_numbers(refused: bool) -> None:
+    buffer, weight = torch.zeros(2), nn.Parameter(torch.ones(2))
+
+    def compiled(weight: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
+        buffer += 1
+        return weight * torch.rand(2), buffer[:1] if refused else buffer
+
+    torch.manual_seed(0)
+    pair = EmulatedGraphPair(CaptureSpec(compiled, [weight, buffer], [], Executor(), False, None))  # type: ignore[arg-type]
+    expected = torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match="a view of an input") if refused else nullcontext():
+        pair.forward()
+    assert buffer.tolist() == ([0, 0] if refused else [1, 1])
+    assert torch.equal(torch.get_rng_state(), expected) == refused
