@@ -246,10 +246,6 @@ class Engine(PickledAsNone):
         self._sharded_module()
         return self.cycle.train_step()
 
-    def before_step(self) -> None:
-        """Prepare for writes to shards outside ``engine.optimizers.stepping``. Call before the writes."""
-        self.cycle.before_step()
-
     @contextmanager
     def overwriting_weights(self) -> Iterator[None]:
         """Surround writes of other values to all weights, as by loading. Collective.

@@ -150,6 +150,10 @@ void UserWrites::copy_to_shard(const Tracked& weight) {
   const auto own = own_part(weight);
   if (own.numel() > 0)
     record.shard.narrow(0, 0, own.numel()).copy_(own);
+  // Padding may be NaN: 8-bit state of a block with one NaN is NaN as a whole, and so is the next update.
+  const auto padding = record.shard.numel() - own.numel();
+  if (padding > 0 && !compat::is_copy_on_write(weight.flat))
+    record.shard.narrow(0, own.numel(), padding).zero_();
   record.compute_shard.written = record.full_precision_shard.written = record.fp8_shard.written = {};
   if (record.compute_shard.written_by_optimizer)
     ++context_.user_write_count;

@@ -11,6 +11,7 @@ reported.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,13 +81,14 @@ def train(arguments: argparse.Namespace) -> list[float]:
 
 def train_all(arguments: argparse.Namespace, ways: list[str]) -> dict[str, list[float]]:
     """Return the losses of each way, which train at the same time."""
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}  # each finds its own
     with tempfile.TemporaryDirectory() as folder:
         running = {}
         for way in ways:
             names = ("size", "steps", "batch", "length", "seed", "strategy")
             options = [f"--{name}={getattr(arguments, name)}" for name in names]
             command = [sys.executable, __file__, "--way", way, "--out", str(Path(folder, way)), *options]
-            running[way] = subprocess.Popen(command)
+            running[way] = subprocess.Popen(command, env=environment)
         failed = [way for way, process in running.items() if process.wait()]
         if failed:
             print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -173,6 +173,8 @@ def main() -> None:
     if unknown := [model for model in models if model not in ARCHITECTURES]:
         parser.error(f"argument --models: no {', '.join(unknown)}; there are {', '.join(ARCHITECTURES)}")
     args.out.mkdir(parents=True, exist_ok=True)
+    # timeout(1) sends it; without a handler, rows would go on in their sessions.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     table = Table(args.out, sys.argv[split + 1 :], args.limit, args.warm_start, not args.again)
     begun = time.monotonic()
 

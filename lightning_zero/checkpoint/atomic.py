@@ -229,9 +229,9 @@ def unlock(descriptor: int) -> None:
 
 @contextmanager
 def removing_leftover(work: Path, path: object) -> Iterator[None]:
-    """Hold the lock of ``work``, the leftover of a save to ``path``, and remove it at the end of the context.
+    """Hold the lock of ``work``, a leftover of a save to ``path``, and remove it at the end.
 
-    What another save makes at ``work`` meanwhile stays: only the file or folder that is locked is removed.
+    Only the file or folder that is locked is removed: if another save has made a new one at ``work``, that one stays.
 
     Raises:
         CheckpointError: another save holds the lock.
@@ -267,7 +267,7 @@ def _opened(path: Path) -> Iterator[tuple[bool, int | None]]:
 
 @contextmanager
 def _without_locks(path: object) -> Iterator[None]:
-    """Name another save to ``path`` that changes files during their removal; a lock would have kept it away."""
+    """Name another save to ``path`` that changes files during their removal, if locks did not stop it."""
     try:
         yield
     except OSError as error:

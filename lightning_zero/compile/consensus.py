@@ -18,6 +18,7 @@ from lightning_zero.compile.graph_plan import first_difference
 from lightning_zero.errors import RankMismatchError
 
 POLL_S = 0.02
+LONGEST_POLL_S = 1.0  # counted of a poll: if this process was stopped meanwhile, the others may have been, too
 
 
 class RankConsensus:
@@ -65,7 +66,8 @@ class RankConsensus:
         lines = list(lines)
         self._store.set(f"plan/{digest}/{self._rank}", "\n".join(lines))
         self._store.set(f"wants/{self._rank}", digest)
-        begun = last_busy = time.monotonic()
+        waited = idle = 0.0
+        polled_at = time.monotonic()
         while True:
             missing = [rank for rank in range(self._world_size) if not self._has(f"plan/{digest}/{rank}")]
             if not missing:
@@ -76,11 +78,11 @@ class RankConsensus:
                 # The other rank may have had this plan and arrived at its next one since the lookup.
                 if wants and wants not in self._agreed and not self._has(f"plan/{digest}/{rank}"):
                     self._raise_different(rank, wants, lines)
-            now = time.monotonic()
-            if any(self._get(f"busy/{rank}") == "1" for rank in missing):
-                last_busy = now
-            if now - last_busy > self.patience_s or now - begun > self._limit_s:
-                self._raise_absent(missing, now - begun, lines)
+            passed, polled_at = min(time.monotonic() - polled_at, LONGEST_POLL_S), time.monotonic()
+            waited += passed
+            idle = 0.0 if any(self._get(f"busy/{rank}") == "1" for rank in missing) else idle + passed
+            if idle > self.patience_s or waited > self._limit_s:
+                self._raise_absent(missing, waited, lines)
             self._check()
             time.sleep(POLL_S)
 

@@ -531,7 +531,9 @@ class CompiledStepHooks:
         self._cache.evaluates(self.session.config.memory, self.session.compiled)
 
     def reset(self) -> None:
-        """Drop captures and unfinished work."""
+        """Drop captures and unfinished work, and report the last steps."""
+        if self.fp8_health is not None:
+            self.fp8_health.finish()
         self._cuda_graphs.drop()
         self._executor.activations.reset()
         self._eager_reads = -1

@@ -97,7 +97,7 @@ class EngineIntrospectionMixin:
         """Return this rank's amax, underflow and overflow of fp8 matrices.
 
         Empty without ``fp8_health_every``. Numbers are the largest of the last reported steps, by name, such as
-        ``"layer.weight/input_amax"``.
+        ``"layer.weight/input_amax"``. After ``fit()`` these are the steps since the last full report.
         """
         health = self._require_engine().fp8_health
         return {} if health is None else health.read()

@@ -28,6 +28,7 @@ class Role(Enum):
 
     START = auto()  # starts gathers
     REDUCE = auto()  # enqueues gradients
+    KERNEL = auto()  # reads results of kernels and returns what others read, so it stays among them
     OTHER = auto()
 
 

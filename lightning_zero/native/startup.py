@@ -29,7 +29,7 @@ TO_COME_S = 5.0  # to reach the store first: a rank that was never seen cannot b
 TO_TELL_S = 10.0  # for another process's store to be reached; on busy machines it took more than two
 TO_TELL_OWN_S = 2.0  # for a store that this rank would have served itself, perhaps never
 STORE_GONE_S = 5.0
-EARLIER_TICKS = 200  # of 10 ms; a launcher starts its ranks within this time
+EARLIER_TICKS = 200  # of 10 ms; a launcher starts its ranks within this time, unless the machine is very busy
 CONNECTION_S = 10.0
 
 
@@ -46,6 +46,7 @@ class _StartupStore:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives an attempt
         self._store = PrefixStore(f"lightning_zero/startup/{attempt}", store)
         self._rank, self._process, self._of_launcher = rank, process, of_launcher
+        self._alive: set[tuple[int, str]] = set()  # processes that were alive when their message was read
 
     def post(self, kind: str, text: str = "") -> None:
         self._store.set(f"{kind}/{self._rank}", json.dumps(self._process | {"text": text}))
@@ -61,17 +62,21 @@ class _StartupStore:
     def read(self, kind: str, rank: int) -> dict[str, Any] | None:
         """Return a rank's message; None if there is none.
 
-        A launcher's store outlives its ranks. So only messages of ranks count that it started together with this one,
-        on the same host.
+        A launcher's store outlives its ranks. So only messages of ranks on the same host count that it started together
+        with this one, or that are alive: a launcher ends its ranks before it starts others.
         """
         if not self.has(kind, rank):
             return None
         message = json.loads(self._store.get(f"{kind}/{rank}"))
         if not self._of_launcher:
             return message
-        own = self._process
-        together = message["host"] == own["host"] and int(message["started"]) > int(own["started"]) - EARLIER_TICKS
-        return message if together else None
+        if message["host"] != self._process["host"]:
+            return None
+        process = (message["pid"], message["started"])
+        if not has_ended(message):
+            self._alive.add(process)
+        together = int(message["started"]) > int(self._process["started"]) - EARLIER_TICKS
+        return message if together or process in self._alive else None
 
 
 class StartupWatch:

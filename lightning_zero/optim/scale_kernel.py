@@ -15,7 +15,7 @@ BLOCK = 4096  # elements of one program, of which each of 256 threads has 16
 @jit
 def _scale(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     matrix = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # a matrix may have more than 2^31 elements
     x = tl.load(x_ptr + matrix * numel + place, mask=place < numel, other=0.0)
     scaled = x.to(tl.float32) * tl.load(factor_ptr + matrix)
     tl.store(out_ptr + matrix * numel + place, scaled.to(out_ptr.dtype.element_ty), mask=place < numel)

@@ -22,7 +22,7 @@ from lightning_zero.integrations.console import show_info
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.profiling.devices import PeakFlops, find_peak_flops
 from lightning_zero.profiling.node_costs import FlopCount
-from lightning_zero.report.step_metrics import BatchTotals, EngineCounters, StepWindow, window_metrics
+from lightning_zero.report.step_metrics import BatchTotals, EngineCounters, StepWindow, fp8_metrics, window_metrics
 
 SizeOf = Callable[[Any], int]
 
@@ -46,7 +46,9 @@ class CommMonitor(Callback):
       allocator) and so on, by role;
     * ``replays/forward_backward``, ``replays/optimizer_step``: 1 if CUDA graphs were replayed in these steps, else 0,
       and one line gives the reason;
-    * ``fp8/LAYER/MATRIX_amax``, ``_underflow`` and ``_overflow`` of fp8 matrices, with the option ``fp8_health_every``.
+    * ``fp8/LAYER/MATRIX_amax``, ``_underflow`` and ``_overflow`` of fp8 matrices, with the option ``fp8_health_every``,
+      and ``fp8/steps``: the optimizer steps that they cover. The last steps are logged when training ends, also by an
+      exception.
 
     Steps in which something was compiled do not count in times and rates. The numbers are rank 0's.
 
@@ -182,15 +184,22 @@ class CommMonitor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         while self._ended:
             self._log(trainer, *self._ended.popleft())  # this waits for the device
+        self._log_last_fp8_steps(trainer)
         self._engine = self._window = None
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop_counting()
         self._ended.clear()
+        self._log_last_fp8_steps(trainer)
         self._engine = self._window = None
 
     # -- logging
+
+    def _log_last_fp8_steps(self, trainer: pl.Trainer) -> None:
+        health = None if self._engine is None else self._engine.fp8_health
+        if health is not None:
+            health.finish(lambda: self._send(trainer, fp8_metrics(health), trainer.global_step))
 
     def _log(self, trainer: pl.Trainer, first: int, last: int, window: StepWindow) -> None:
         engine = self._engine
@@ -200,6 +209,9 @@ class CommMonitor(Callback):
         for line in why:
             self._report(line)
         self.values = values
+        self._send(trainer, values, last)
+
+    def _send(self, trainer: pl.Trainer, values: dict[str, float], last: int) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(values, step=last - 1)  # the number under which Lightning logs that step
 

@@ -17,6 +17,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import DeviceTimer, MemoryGauge
 from lightning_zero.profiling.devices import PeakFlops
 from lightning_zero.report.engine_report import memory_by_role, replay_blockers
+from lightning_zero.sharding.fp8_health import Fp8Health
 
 HALVINGS = 40  # of the interval in which the compute factor is searched
 REDUCE, START, WAIT = range(3)  # in this order if they are at the same place
@@ -145,9 +146,15 @@ def window_metrics(
     values["comm/reduced_mib"] = during.reduced / steps / 2**20
     values |= {f"memory/{role}_mib": nbytes / 2**20 for role, nbytes in _memory(engine, optimizers).items()}
     if engine.fp8_health is not None:
-        values |= {f"fp8/{name}": number for name, number in engine.fp8_health.values.items()}
+        values |= fp8_metrics(engine.fp8_health)
     replayed, why = _replays(engine, optimizers, during)
     return values | replayed, missing + why
+
+
+def fp8_metrics(health: Fp8Health) -> dict[str, float]:
+    """Return the last report about fp8 matrices by its names in ``CommMonitor``; empty without one."""
+    steps = {"fp8/steps": float(health.steps)} if health.reports else {}
+    return steps | {f"fp8/{name}": number for name, number in health.values.items()}
 
 
 def pass_plans(plan: Plan, gathered: int) -> list[GraphPlan] | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ MATRICES = "input", "weight", "output_gradient"  # of a layer; rows of the table
 NUMBERS = "amax", "underflow", "overflow"  # columns of the table
 UNKNOWN = -1.0  # a number that nothing has raised
 MOST_NAMES = 3  # of matrices in a warning
+WAIT_S = 2.0  # for the last report at the end of a training, whose device may be stuck
 
 
 class Fp8Health:
@@ -34,6 +36,8 @@ class Fp8Health:
     Attributes:
         values: largest numbers of the last reported steps, by name, such as ``"blocks.0.up.weight/input_amax"``. Shares
             are from 0 to 1. A matrix that several layers read has the name of the first.
+        steps: optimizer steps that ``values`` cover: ``every``, or fewer at the end of a training.
+        reports: number of reports so far.
         nonfinite: matrices that have had infinite elements or NaN, and the optimizer step in which that began, counted
             from 1. The earliest are first, in the order in which a step computes them.
     """
@@ -42,12 +46,16 @@ class Fp8Health:
         self._executor, self._all_records = executor, records
         self.every = every
         self._step = self._reported = 0
+        self._copied_steps = 0
+        self._has_rest = False  # a forward has begun since the last report
+        self._record_count = -1  # of all parameters, when places were given
         self._records: list[ShardedParameter] = []
         self._table = torch.empty(0)  # float32, of shape (layers, matrices, numbers + 1)
         self._copy: Tensor | None = None  # on the host, not read yet
         self._arrival: torch.cuda.Event | None = None
         self.values: dict[str, float] = {}
         self.nonfinite: dict[str, int] = {}
+        self.steps = self.reports = 0
 
     @torch.inference_mode(False)
     def before_forward(self) -> bool:
@@ -56,6 +64,10 @@ class Fp8Health:
         Returns:
             True if graphs raise numbers in other memory from now on.
         """
+        self._has_rest = True
+        if len(self._all_records) == self._record_count:
+            return False
+        self._record_count = len(self._all_records)
         found = [record for record in self._all_records.live if len(record.shape) > 1]
         if [record.index for record in found] == [record.index for record in self._records]:
             return False
@@ -79,15 +91,47 @@ class Fp8Health:
         if not self._records:
             return
         self._step += 1
-        amax, since = self._table[..., 0], self._table[..., -1]
-        since.masked_fill_(~amax.isfinite() & since.isinf(), self._step)
+        self._mark_nonfinite(self._step)
         if self._copy is not None and (self._arrival is None or self._arrival.query()):
             self.read()
         if self._copy is None and self._step >= self._reported + self.every:
             self._start_copy()
 
+    def _mark_nonfinite(self, step: int) -> None:
+        amax, since = self._table[..., 0], self._table[..., -1]
+        since.masked_fill_(~amax.isfinite() & since.isinf(), step)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def finish(self, on_report: Callable[[], object] = lambda: None) -> None:
+        """Report the steps since the last report. Call when a training ends, also within a step.
+
+        Wait for at most two seconds, because the device may be stuck. Then :meth:`read` waits for the report.
+
+        Args:
+            on_report: called after each report: the last full one may be unread.
+        """
+        try:
+            while self._report_rest():
+                on_report()
+        except RuntimeError as error:  # the device is lost
+            log.warning("fp8: the last steps are not reported (%s: %s).", type(error).__name__, error)
+
+    def _report_rest(self) -> bool:
+        before = self.reports
+        if self._copy is None and self._has_rest:
+            self._mark_nonfinite(self._step + 1)
+            self._start_copy()
+        deadline = time.monotonic() + WAIT_S
+        while self._copy is not None and self._arrival is not None and not self._arrival.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        self.read()
+        return self.reports > before
+
     def _start_copy(self) -> None:
-        self._reported = self._step
+        self._copied_steps, self._reported, self._has_rest = self._step - self._reported, self._step, False
         on_gpu = self._table.device.type == "cuda"
         self._copy = torch.empty(self._table.shape, pin_memory=on_gpu)
         self._copy.copy_(self._table, non_blocking=True)
@@ -104,13 +148,15 @@ class Fp8Health:
         if self._arrival is not None:
             self._arrival.synchronize()
         values = copy.tolist()
-        self.values = {
+        found = {
             f"{record.name}/{matrix}_{name}": number
             for record, rows in zip(self._records, values, strict=True)
             for matrix, row in zip(MATRICES, rows, strict=True)
             for name, number in zip(NUMBERS, row[:-1], strict=True)
             if number != UNKNOWN
         }
+        if found or self._copied_steps:
+            self.values, self.steps, self.reports = found, self._copied_steps, self.reports + 1
         self._warn(values)
         return self.values
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.module_patching import SHAPES, ClassCache, is_sharded, raise_copy_unsupported
 from lightning_zero.sharding.param_record import ShardedParameter, gather_full
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
@@ -31,6 +32,9 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
 
     Collective on entry. Every rank needs memory for all full parameters. With ``writeback``, each rank writes its part
     of the parameters to its shards on exit, so every rank must make the same changes.
+
+    Raises:
+        UnsupportedError: With ``writeback``, a parameter has another shape or dtype on exit. It keeps its old value.
     """
     inside = {id(child) for child in module.modules()}
     records = [r for r in sharder.live if any(id(owner) in inside for owner, _ in r.owners)]
@@ -45,11 +49,15 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
         record.set_full_data(full)
         for owner, key in record.owners:
             owner.__dict__[SHAPES][key] = None
+    kinds = [(record.param.shape, record.param.dtype) for record in records]
+    changed: list[ShardedParameter] = []
     try:
         yield
     finally:
-        for record in records:
-            if writeback:
+        for record, kind in zip(records, kinds, strict=True):
+            if writeback and (record.param.shape, record.param.dtype) != kind:
+                changed.append(record)
+            elif writeback:
                 sharder.sync.before_writing()
                 with torch.no_grad():
                     record.write_local_part(record.param, record.shard)
@@ -59,6 +67,13 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
             for owner, key in record.owners:
                 owner.__dict__[SHAPES][key] = tuple(record.shape)
         sharder.sync.after_writing()
+    if changed:
+        names = ", ".join(repr(record.name) for record in changed[:4])
+        raise UnsupportedError(
+            f"{len(changed)} parameters have another shape or dtype than before full_parameters(): {names}. Sharded "
+            "parameters keep both, and these keep their old values. Assign values of their dtype "
+            "(`module.weight.data = x.to(module.weight.dtype)`), or call lightning_zero.unshard(module) first."
+        )
 
 
 _COPY_METHODS = ("__deepcopy__", "__reduce_ex__")

@@ -205,3 +205,6 @@ class Records:
 
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.compat.tensors import storage_key
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
+from lightning_zero.sharding.shard_tensor import gather_value, is_shard
 
 
 class ShardSync:
@@ -230,12 +231,28 @@ class DequantizedWeight(GatheredWeight):
 class _GatheredParameter(nn.Parameter):
     """Hold a gathered parameter while a model is built.
 
-    Its memory is checked for writes, so ``data = x`` copies there.
+    Its memory is checked for writes, so ``data = x`` copies there. A value of another dtype changes the parameter's
+    dtype, as in a plain module.
     """
 
+    _zero_param: nn.Parameter
+
     def _write(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise UnsupportedError(
+                f"The .data of {self._zero_param.__dict__['_zero_spec'].name!r} was given a tensor of shape "
+                f"{tuple(value.shape)}, but the parameter has the shape {tuple(self.shape)}. Build the module with "
+                "the new shape."
+            )
         with torch.no_grad():
-            self.copy_(value)
+            if value.dtype == self.dtype:
+                self.copy_(value)
+                return
+            full = gather_value(value) if is_shard(value) else value.detach()
+            self._zero_param.__dict__["_zero_spec"].on_cast(full.to(self.device))
+            with DisableTorchFunctionSubclass():
+                full = torch.ops.lightning_zero.gather_eager(self._zero_param, list(self.shape), value.dtype)
+            cast(Any, Tensor.data).__set__(self, full)
 
     data = property(lambda self: self.detach(), _write)
 
@@ -297,6 +314,7 @@ class WeightReader:
         """Return the object that eager code gets for ``param``, given its gathered weight."""
         if self._parameters:  # `head.weight = embedding.weight` must see a Parameter
             gathered = _GatheredParameter(weight.detach(), param.requires_grad)
+            gathered._zero_param = param
             for name in ("register_hook", "register_post_accumulate_grad_hook"):
                 gathered.__dict__[name] = getattr(param, name)
             return gathered

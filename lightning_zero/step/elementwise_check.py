@@ -6,6 +6,7 @@ number, as a step count does. :class:`ElementwiseCheck` therefore intercepts tor
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -42,6 +43,25 @@ _CROSS_ELEMENT_OPS = (REDUCTIONS.keys() - _HARMLESS_REDUCTIONS) | words(
 def needs_elementwise_check(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer is neither torch's nor has a registered rule."""
     return not is_torch_optimizer(optimizer) and not has_rules(optimizer, optimizer.param_groups)
+
+
+_ABOUT_SHAPES = re.compile(
+    r"\b(shapes?|sizes?|dim(ension)?s?|broadcast|mat1|ind(ex|ices)|(un)?pack|numel)\b", re.IGNORECASE
+)
+
+
+def explain_shape_error(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+    """Raise :class:`UnsupportedError` if the optimizer's own code may have failed because shards are flat."""
+    other = isinstance(error, torch.OutOfMemoryError) or type(error).__module__.startswith("lightning_zero.")
+    line = next(iter(str(error).splitlines()), "")
+    if other or not needs_elementwise_check(optimizer) or not _ABOUT_SHAPES.search(line):
+        return
+    raise UnsupportedError(
+        f"The step() of {type(optimizer).__name__} failed ({type(error).__name__}: {line}). Each rank holds only a "
+        f"flat piece of every parameter, which an optimizer of full matrices cannot step. {INSTEAD} torch.optim.Muon "
+        "and torch.optim.Adafactor themselves work, and others by lightning_zero.register_matrix_rule. If its rule is "
+        "elementwise, make its state by torch.zeros_like(p)."
+    ) from error
 
 
 _SIZES = words("numel nelement nbytes __len__")
@@ -126,17 +146,9 @@ class ElementwiseCheck(TorchFunctionMode):
             and any(map(self._is_shard, tree_leaves((args, kwargs))))
         ):
             self._raise_unsupported(f"takes {name} of a parameter, a gradient or state")
-        try:
-            result = func(*args, **kwargs)
-            self._note(result, args)
-            return result
-        except RuntimeError as error:
-            if any(map(self._is_shard, tree_leaves((args, kwargs)))):
-                error.add_note(
-                    f"lightning_zero: in the step() of {self._optimizer} each rank has a flat part of every parameter. "
-                    "State that fits is made by torch.zeros_like(p)."
-                )
-            raise
+        result = func(*args, **kwargs)
+        self._note(result, args)
+        return result
 
     def _note(self, result: Any, args: Any) -> None:
         """Remember the run of each result: that of the first argument, or of the same position in its list."""

@@ -53,7 +53,7 @@ from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.runners import reason_not_captured
-from lightning_zero.step.stepper import OptimizerStepper
+from lightning_zero.step.stepper import OptimizerStepper, StepGuard
 
 Closure = Callable[[], Any]
 
@@ -268,6 +268,9 @@ class OptimizerSteps:
         """
         try:
             yield self.begin(optimizer, skip, in_closure=False, clip=clip)
+        except (RuntimeError, ValueError, IndexError) as error:
+            self.stepper(optimizer).explain_error(error)
+            raise
         finally:
             self.end(optimizer)
 
@@ -288,9 +291,19 @@ class OptimizerSteps:
 
             return announced
 
+        def check_other_step() -> None:
+            self.stepper(optimizer).check_own_step()
+            self._cycle.before_step()
+
+        guard = StepGuard(lambda: self.stepper(optimizer).in_progress, check_other_step)
+        hook = optimizer.register_step_pre_hook(guard)
         try:
             yield wrap
+        except (RuntimeError, ValueError, IndexError) as error:
+            self.stepper(optimizer).explain_error(error)
+            raise
         finally:
+            hook.remove()
             self.end(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:

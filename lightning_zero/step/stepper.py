@@ -29,7 +29,12 @@ from lightning_zero.optim.update_rules import needs_matrices
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
-from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
+from lightning_zero.step.elementwise_check import (
+    CHECKED_STEPS,
+    ElementwiseCheck,
+    explain_shape_error,
+    needs_elementwise_check,
+)
 from lightning_zero.step.matrix_agreement import MatrixAgreement
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
 from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
@@ -126,6 +131,28 @@ class ParamSwap:
         self._after = lambda own: None
 
 
+class StepGuard:
+    """Find steps that hooks make before the announced one, as a pre-hook of the optimizer.
+
+    Args:
+        in_progress: Returns True once the announced step has begun.
+        check: Called before any other step of the optimizer's own code.
+    """
+
+    def __init__(self, in_progress: Callable[[], bool], check: Callable[[], None]) -> None:
+        self._in_progress = in_progress
+        self._check = check
+        self._closure: Any = None
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._closure is None:
+            self._closure = closure
+        # A subclass calls super().step(closure).
+        if not self._in_progress() and (closure is None or closure is not self._closure):
+            self._check()
+
+
 class OptimizerStepper:
     """Finds the layout of each step and the runner for it.
 
@@ -205,6 +232,11 @@ class OptimizerStepper:
     def in_progress(self) -> bool:
         """True from :meth:`begin` until the optimizer's own ``step`` has ended."""
         return self._swap.swapped or self._begins_in_step
+
+    def explain_error(self, error: Exception) -> None:
+        """Raise :class:`UnsupportedError` if shards may have caused an error of the optimizer's own code."""
+        if self._swap.swapped:
+            explain_shape_error(self._optimizer, error)
 
     @without_shard_dispatch
     def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
@@ -293,28 +325,31 @@ class OptimizerStepper:
                 self._begins_in_step = False
                 self._begin(skip)
             elif self._swap.stepped:
-                self._check_second_step()
+                self.check_own_step()
 
         if in_closure:
             self._begin(skip)
         self._step_pre_hook = self._optimizer.register_step_pre_hook(before_step)
 
-    def _check_second_step(self) -> None:
+    @without_shard_dispatch
+    def check_own_step(self) -> None:
         """Raise :class:`UnsupportedError` if the optimizer's own code, which now runs, cannot step its shards."""
-        runs = () if self.layout is None else self.layout.runs
+        runs = self._layouts.current(self._swap.own).runs
         exchanges = self._may_be_on_host or needs_matrices(self._optimizer)
-        if exchanges or any(run.rounds or run.aliases_compute_shard for run in runs):
+        aliased = self._dropped_gradients or any(run.aliases_compute_shard for run in runs)
+        if exchanges or aliased or any(run.rounds for run in runs):
             raise UnsupportedError(
-                f"{type(self._optimizer).__name__}.step() was called again before the first call had ended, as by a "
-                "function passed to register_step_post_hook(). Its values are rounded, offloaded, exchanged with other "
-                "ranks or written over its gradients once per step. Set `self.automatic_optimization = False`, call "
-                "`optimizer.step()` twice in training_step(), and pass Tuning(grad_aliasing=False)."
+                f"{type(self._optimizer).__name__}.step() was called again inside a step, as by "
+                "on_before_optimizer_step() or a function passed to register_step_pre_hook() or "
+                "register_step_post_hook(). Its values are rounded, offloaded, exchanged with other ranks or written "
+                "over its gradients once per step. Set `self.automatic_optimization = False`, call `optimizer.step()` "
+                "twice in training_step(), and pass Tuning(grad_aliasing=False)."
             )
 
     @property
     def _has_pre_hooks(self) -> bool:
         own: Any = self._optimizer._optimizer_step_pre_hooks
-        return bool(own or global_pre_hooks)
+        return bool(global_pre_hooks) or any(not isinstance(hook, StepGuard) for hook in own.values())
 
     @without_shard_dispatch
     def _begin(self, skip: Tensor | None) -> None:

@@ -1,16 +1,20 @@
 """Train with `state_dtype="8bit"` in an engine: equal on any number of ranks, and resumed across them and forms."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_zero import Tuning
+from lightning_zero import Tuning, full_parameters
 from lightning_zero.errors import UnsupportedError
+from tests.helpers.oracle import assert_close_relative
 from tests.helpers.rounded_training import STAGE, STEPS, Sums, make_optimizer, same, train
-from tests.helpers.sharded import engine_for
+from tests.helpers.sharded import engine_for, whole_params
 from tests.ranks.pool import Ranks
 
 
@@ -67,3 +71,69 @@ def refuse() -> str:
 def test_a_sharded_model_does_not_change_to_8_bits(ranks: Ranks) -> None:
     (text,) = ranks.run(1, refuse)
     assert "cannot change to state_dtype='8bit' while it is sharded" in text
+
+
+def write_weights(model: nn.Module, full: dict[str, Tensor]) -> None:
+    for name, value in full.items():
+        owner, _, key = name.rpartition(".")
+        getattr(model.get_submodule(owner), key).copy_(value)
+
+
+def assign_data(model: nn.Module, full: dict[str, Tensor]) -> None:
+    for name, value in full.items():
+        owner, _, key = name.rpartition(".")
+        getattr(model.get_submodule(owner), key).data = value.clone()
+
+
+def write_full_parameters(model: nn.Module, full: dict[str, Tensor]) -> None:
+    with full_parameters(model):
+        for name, param in model.named_parameters():
+            param.copy_(full[name])
+
+
+WAYS: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
+    "weights": write_weights,
+    "data": assign_data,
+    "full parameters": write_full_parameters,
+    "load": lambda model, full: model.load_state_dict(full),
+}
+
+
+def restore_after_nan(way: str | None) -> dict[str, Tensor]:
+    """Train, restore weights and state (by ``way`` after two steps with NaN), and train on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 61), nn.Tanh(), nn.Linear(61, 70))  # 4270 elements end inside a block
+    with engine_for(model, "eager", state_dtype="8bit") as engine:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)  # state depends on weights
+
+        def step(number: int, nan: bool = False) -> None:
+            with engine.train_step():
+                loss = model(torch.full((2, 70), number / 8)).square().mean()
+            loss.backward()
+            for param in model.parameters():
+                param.grad.mul_(torch.nan if nan else 1.0)
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(3):
+            step(number)
+        kept: list[Any] = [engine.model_state(), engine.optimizer_state(optimizer)]
+        dist.broadcast_object_list(kept, src=0)
+        if way is not None:
+            step(0, nan=True)
+            step(0, nan=True)  # reads state of blocks that are NaN, padding too
+            with torch.no_grad():
+                WAYS[way](model, kept[0])
+            engine.load_optimizer_state(optimizer, kept[1])
+        for number in range(3):
+            step(number)
+        return whole_params(engine, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_and_state_that_are_restored_after_nan_train_as_before(ranks: Ranks, world_size: int) -> None:
+    expected = ranks.run(world_size, restore_after_nan, None)[0]
+    for way in WAYS:
+        for found in ranks.run(world_size, restore_after_nan, way):
+            assert_close_relative(found, expected, 0.0, what=way)

@@ -170,7 +170,7 @@ def evaluate_other_parts() -> None:
             with engine.train_step():
                 loss = model(torch.ones(4 + dist.get_rank(), 9), step > 2).square().mean()
             loss.backward()
-            engine.before_step()
+            engine.cycle.before_step()
             engine.eval_step()
             with torch.no_grad():
                 model(torch.ones(2, 9), False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import UnsupportedError
 from tests.helpers.memory import allocations
 from tests.helpers.models import Batch, NextToken
 from tests.helpers.oracle import assert_close_relative
@@ -108,6 +109,14 @@ class Casts(Model):
         layer.weight.data.mul_(2)
         self.blocks.append(copy.deepcopy(self.blocks[1]))
         self.blocks[3].half()
+        mlp = self.blocks[2].mlp
+        mlp[0].weight.data = torch.randn(mlp[0].weight.shape, dtype=torch.float64)
+        mlp[2].weight.data = mlp[0].weight.data.t() * 2
+        held = mlp[0].bias
+        held.data = self.blocks[3].mlp[0].bias.data  # of another dtype, again
+        held.data.mul_(3)
+        self.norm = nn.LayerNorm(22)
+        self.norm.bias = held
 
 
 class Plain(nn.Module):
@@ -300,6 +309,18 @@ def test_no_rank_holds_more_than_one_layer_whole(ranks: Ranks, meta: bool) -> No
 def test_without_construction_all_layers_are_whole_at_once(ranks: Ranks) -> None:
     """The test above can fail."""
     assert min(ranks.run(3, most_whole_weights, 32, False, False)) >= 31
+
+
+def other_shape_while_building() -> None:
+    with engine_for(backend=EAGER) as engine, engine.construction():
+        model = nn.Sequential(nn.Linear(3, 5))
+        for value in (torch.ones(3), torch.ones(3, 5)):  # torch.Tensor.copy_ would take the first
+            with pytest.raises(UnsupportedError, match=r"'0\.weight' was given.*shape \(3.*\(5, 3\).*Build the module"):
+                model[0].weight.data = value
+
+
+def test_data_of_another_shape_is_refused_while_building(ranks: Ranks) -> None:
+    ranks.run(2, other_shape_while_building)
 
 
 def exception_while_building() -> None:

@@ -4,12 +4,14 @@ Afterwards, and after unshard(), nothing is lost.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import UnsupportedError, full_parameters
 from lightning_zero.engine import engine_of
 from lightning_zero.sharding.shard_tensor import ShardParameter
 from tests.helpers.models import Batch, Case, build, make_batches
@@ -166,6 +168,37 @@ def exception_inside() -> None:
 
 def test_an_exception_inside_leaves_shards_behind(ranks: Ranks) -> None:
     ranks.run(2, exception_inside)
+
+
+def other_kinds_inside() -> None:
+    with engine_for(backend=EAGER) as engine:
+        model = nn.Sequential(nn.Linear(19, 5), nn.Linear(5, 3))
+        engine.shard(model)
+        before = whole_params(engine, model)
+        changes: list[Callable[[], Any]] = [
+            lambda: setattr(model[0].weight, "data", torch.ones(5, 19, dtype=torch.float64)),
+            lambda: setattr(model[0].weight, "data", torch.ones(19)),
+            lambda: model[0].half(),
+        ]
+        for number, change in enumerate(changes):
+            words = (
+                r"another shape or dtype than before full_parameters\(\): '0\.weight'.*x\.to\(module\.weight\.dtype\)"
+            )
+            with pytest.raises(UnsupportedError, match=words), full_parameters(model), torch.no_grad():
+                change()
+                model[1].bias.fill_(number)
+            after = whole_params(engine, model)
+            assert after["1.bias"].eq(number).all()
+            assert_close_relative({**after, "1.bias": before["1.bias"]}, before, 0.0, what="parameter")
+            with full_parameters(model, writeback=False):
+                change()
+        with full_parameters(model):
+            model[0].weight.data = torch.ones(5, 19)
+        assert model[0].weight.eq(1).all()
+
+
+def test_another_shape_or_dtype_on_exit_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, other_kinds_inside)
 
 
 def gradients_stay() -> None:

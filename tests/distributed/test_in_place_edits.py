@@ -109,7 +109,7 @@ def edit_then_read(edit: Callable[[Any], None], by: str) -> dict[str, Tensor]:
     with engine_for(model, "eager") as engine:
         edit(model)
         if by == "step":
-            engine.before_step()
+            engine.cycle.before_step()
         elif by == "state":
             return engine.model_state()
         elif by == "full":
@@ -180,7 +180,7 @@ def step_over_a_held_weight(announced: bool, fused: bool) -> tuple[dict[str, Ten
         with engine.train_step():
             model.loss(batch).backward()
         if announced:
-            engine.before_step()
+            engine.cycle.before_step()
         optimizer.step()
         held.append(model.first.weight)
         model(torch.zeros(2, 23))
@@ -210,7 +210,7 @@ def edit_what_was_held_over_a_step() -> str:
             with torch.no_grad():
                 held.fill_(7.0)
             model(torch.zeros(2, 23))
-            engine.before_step()
+            engine.cycle.before_step()
         except Exception as error:
             return f"raised {error}"
         after = whole_params(engine, model)["second.weight"]

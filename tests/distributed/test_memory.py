@@ -155,7 +155,7 @@ def kept_of_parts() -> list[tuple[str, ...]]:
             with engine.train_step():
                 loss = model(torch.ones(7, 19))
             loss.backward()
-            engine.before_step()
+            engine.cycle.before_step()
         graphs = engine.session.plans.plan.graphs
         assert sum(graph.kind == "forward" for graph in graphs) == 3
         return [gather.weights for graph in graphs for gather in graph.gathers if gather.until == "backward"]
@@ -204,7 +204,7 @@ def peaks(backend: str, layers: int, autocast: bool, steps: int, leaky: bool = F
                     loss = model(torch.randn(2, WIDTH))
                 loss.backward()
                 del loss
-                engine.before_step()
+                engine.cycle.before_step()
             optimizer.step()
             optimizer.zero_grad()
             most, left = seen.totals()

@@ -259,7 +259,7 @@ def train_with_scaler(backend: str) -> dict[str, Any]:
                 # In a shard that no other rank sees.
                 with no_shard_dispatch():
                     next(model.parameters()).grad[0, 0] = torch.inf
-            engine.before_step()
+            engine.cycle.before_step()
             out["steps"].append(
                 scaled_step(model, optimizer, scaler, partial(stepper.clip_norm, CLIP, later=True), index)
             )

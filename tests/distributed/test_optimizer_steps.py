@@ -253,6 +253,78 @@ def test_a_step_that_reads_shapes_reads_those_of_full_parameters(ranks: Ranks) -
         assert message.startswith("The step() of ByShape asks for the "), message
 
 
+class Failing(torch.optim.SGD):
+    """Fails in its step, as ``fails`` does with a gradient."""
+
+    def __init__(self, params: Any, fails: Callable[[Tensor], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.fails = fails
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.ndim > 1:
+                self.fails(param.grad)
+
+
+def no_device(grad: Tensor) -> None:
+    raise RuntimeError("no kernel image is available for execution")
+
+
+def no_memory(grad: Tensor) -> None:
+    raise torch.OutOfMemoryError("tried to allocate a tensor of size 3 GiB")
+
+
+# As Alice, DASH, RACS and FlashAdamW of pytorch_optimizer do; by Python code of the optimizer; or not about shapes.
+FAILURES: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
+    "view": (lambda grad: grad.view(19, -1), RuntimeError),
+    "product": (lambda grad: torch.ones(19, 19).addcmul_(torch.ones(19, 19), grad), RuntimeError),
+    "dimension": (lambda grad: grad.transpose(0, 2), IndexError),
+    "unpack": (lambda grad: [rows + columns for rows, columns in [grad.stride() + (1,)]], ValueError),
+    "device": (no_device, RuntimeError),
+    "memory": (no_memory, torch.OutOfMemoryError),
+}
+
+
+def fail_in_step(with_closure: bool) -> dict[str, tuple[type, str, type]]:
+    found = {}
+    for name, (fails, _) in FAILURES.items():
+        model = build(Parts)
+        with engine_for(model, "eager") as engine:
+            optimizer = Failing(model.parameters(), fails)
+            with engine.train_step():
+                loss = model(torch.ones(3, 19)).square().mean()
+            loss.backward()
+            steps = engine.optimizers
+            try:
+                if with_closure:
+                    with steps.with_closure(optimizer):
+                        steps.begin(optimizer)
+                        optimizer.step()
+                else:
+                    with steps.stepping(optimizer):
+                        optimizer.step()
+            except Exception as error:
+                found[name] = type(error), str(error), type(error.__cause__)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_that_fails_for_shapes_says_that_it_needs_full_matrices(
+    ranks: Ranks, world_size: int, with_closure: bool
+) -> None:
+    for outcomes in ranks.run(world_size, fail_in_step, with_closure):
+        for name, (kind, message, cause) in outcomes.items():
+            original = FAILURES[name][1]
+            if name in ("device", "memory"):
+                assert (kind, cause) == (original, type(None)), f"{name}: {message}"
+            else:
+                assert (kind, cause) == (UnsupportedError, original), f"{name}: {message}"
+                assert message.startswith(f"The step() of Failing failed ({original.__name__}: "), message
+                assert "lightning_zero.register_matrix_rule" in message
+        assert len(outcomes) == len(FAILURES)
+
+
 def test_an_unknown_optimizer_that_reads_no_shapes_steps_neighbours_together_later(ranks: Ranks) -> None:
     for found, expected, flat_runs in ranks.run(2, by_shape, 1000):
         assert_close_relative(found, {k: v.detach() for k, v in expected.items()}, 1e-5)

@@ -137,7 +137,7 @@ def change_between() -> list[bool]:
             same.append(torch.allclose(model.loss(batch), plain.loss(batch), rtol=1e-5))
         for param in model.parameters():
             param.grad = None
-        engine.before_step()
+        engine.cycle.before_step()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             mine.data.mul_(0.9)  # a step that leaves no trace, but is announced
             theirs.data.mul_(0.9)

@@ -174,7 +174,7 @@ def reads_recurrent() -> None:
         model.flatten_parameters()
         # Recurrent modules keep a list of their weights, which would hold all of them whole from one step to the next.
         # A transfer's own thread may let go of its memory a little later.
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while engine.executor.counters()["watched_weights"] and time.monotonic() < deadline:
             time.sleep(0.05)
             engine.executor.weights.sync_user_writes()
@@ -229,7 +229,7 @@ def edits_arrive() -> None:
     edit(*plain)
     with sharded(model) as (engine,):
         edit(*model)
-        engine.before_step()
+        engine.cycle.before_step()
         for name, value in model.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
         for record in engine.sharder.live:

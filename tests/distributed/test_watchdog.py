@@ -6,6 +6,7 @@ tests/faults tests the end of a rank's process.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.native.watchdog import Phase, SequenceId
 from tests.helpers.beside import ranks_beside
-from tests.helpers.logs import stderr
+from tests.helpers.logs import stderr, stderr_of_ranks, wait_until
 from tests.helpers.watched import step, watched
 from tests.ranks.pool import Ranks
 from tests.ranks.report import RankFailure
@@ -36,26 +37,28 @@ def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Foun
 
 
 def late() -> str:
-    with watched() as (engine, model), stderr() as said:
+    with stderr_of_ranks() as said, watched() as (engine, model):
         step(engine, model)
         if dist.get_rank() == 1:
-            time.sleep(3)
+            wait_until(lambda: "Missing: rank 1" in said[0].read_text() and "for this rank" in said[1].read_text())
         step(engine, model)
-        return said.read_text()
+        return said[dist.get_rank()].read_text()
 
 
 def late_to_nothing_watched() -> str:
-    with watched() as (engine, model), stderr() as said:
+    with stderr_of_ranks() as said, watched() as (engine, model):
+        own = said[dist.get_rank()]
         step(engine, model)
         engine.watchdog.enter(Phase.USER_CODE)  # a loop that has ended
+        before = own.read_text()
         time.sleep(4)  # report_stall_after_s is 1, and all states must be still for 2 s
-        assert said.read_text() == ""
+        assert own.read_text() == before
         engine.watchdog.enter(Phase.BETWEEN)
         if dist.get_rank() == 1:
-            time.sleep(5)
+            wait_until(lambda: all("Every rank computes" in each.read_text() for each in said))
         dist.barrier()  # as a callback may
         step(engine, model)
-        return said.read_text()
+        return own.read_text()
 
 
 def test_ranks_that_wait_in_a_collective_of_somebody_elses_are_told_where_all_are(found: Found) -> None:
@@ -124,6 +127,7 @@ def replays_alone(engine: Engine) -> Tensor:
 def one_replays(timeout_s: float, ends_after_s: float) -> tuple[str, float]:
     with watched(timeout_s=timeout_s) as (engine, model), stderr() as said:
         step(engine, model)
+        before = len(said.read_text())
         began, ended = time.monotonic(), torch.zeros(1)
         if dist.get_rank() == 0:
             ended = replays_alone(engine)
@@ -133,11 +137,11 @@ def one_replays(timeout_s: float, ends_after_s: float) -> tuple[str, float]:
             while time.monotonic() < began + timeout_s + patience:
                 engine.watchdog.check()
                 time.sleep(0.01)
-                if time.monotonic() > began + ends_after_s:
+                if time.monotonic() > began + ends_after_s and "No progress" in said.read_text()[before:]:
                     ended.fill_(1)
         except RankFailedError as error:
             return str(error), time.monotonic() - began
-        return said.read_text(), 0.0
+        return said.read_text()[before:], 0.0
 
 
 def replays_past_the_timeout() -> tuple[str, float]:
@@ -145,7 +149,7 @@ def replays_past_the_timeout() -> tuple[str, float]:
 
 
 def replays_and_ends() -> tuple[str, float]:
-    return one_replays(timeout_s=8.0, ends_after_s=4.0)
+    return one_replays(timeout_s=12.0, ends_after_s=2.0)
 
 
 def test_a_replay_that_a_device_does_not_come_past_ends_at_the_timeout(found: Found) -> None:
@@ -219,9 +223,9 @@ def patience_changes() -> tuple[str, str, str]:
             time.sleep(3)
             first = said.read_text()
             engine.configure(replace(patient, tuning=replace(patient.tuning, report_stall_after_s=1.0)))
-            time.sleep(2.5)
+            wait_until(lambda: said.read_text().endswith("\n"))
+            engine.configure(patient)
         second = said.read_text()
-        engine.configure(patient)
         with engine.watchdog.waiting("more"):
             time.sleep(3)
         return first, second, said.read_text()
@@ -236,13 +240,17 @@ def test_a_later_trainers_time_until_a_report_counts_from_then_on(found: Found) 
 
 
 def compiling() -> str:
-    with watched() as (engine, model), stderr() as said:
+    with stderr_of_ranks() as said, watched() as (engine, model):
+        own = said[dist.get_rank()]
         step(engine, model)
+        before = len(own.read_text())
         if dist.get_rank() == 1:
             with engine.watchdog.busy("compiling a graph"):
-                time.sleep(8)
+                wait_until(lambda: "compiling a graph for" in said[0].read_text())
+                time.sleep(2)  # several polls of this rank's watchdog
+                text = own.read_text()
         step(engine, model)
-        return said.read_text()
+        return (text if dist.get_rank() == 1 else own.read_text())[before:]
 
 
 def test_a_rank_that_compiles_is_reported_as_that_and_blamed_for_nothing(found: Found) -> None:
@@ -269,7 +277,7 @@ def test_a_failure_on_one_rank_ends_the_waits_of_the_others(found: Found) -> Non
     (text, seconds), _ = found(fails)
     assert "Rank 1 failed: ValueError: the third batch is empty" in text
     assert "This is rank 0: forward of training batch 2" in text
-    assert seconds < 10
+    assert seconds < 40, "the timeout of 60 s"
 
 
 def all_fail() -> None:
@@ -288,12 +296,14 @@ def test_what_all_ranks_failed_at_is_over_when_they_begin_again(found: Found) ->
 def overdue() -> tuple[str, float]:
     with watched(timeout_s=5) as (engine, model):
         step(engine, model)
+        over = Path("over")
         if dist.get_rank() == 1:
-            time.sleep(12)
+            wait_until(over.exists)
             return "", 0.0
         begun = time.monotonic()
         with pytest.raises(RankFailedError) as caught:
             step(engine, model)
+        over.touch()
         return str(caught.value), time.monotonic() - begun
 
 
@@ -302,4 +312,4 @@ def test_the_timeout_ends_a_wait_with_the_names_of_who_is_missing(found: Found) 
     (text, seconds), _ = found(overdue)
     assert "longer than the timeout of 5 s" in text
     assert "Missing: rank 1" in text
-    assert seconds < 10
+    assert seconds > 5

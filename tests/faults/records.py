@@ -14,6 +14,8 @@ from tests.ranks import report
 
 __all__ = ["Rank", "fired"]
 
+LOOK_S = 0.5  # counted of the time between two looks: this process may have been stopped itself
+
 
 class Rank:
     """
@@ -24,6 +26,7 @@ class Rank:
         seconds: from the fault to its end; None: it did not end in time.
         printed: its output to stdout and stderr since the fault.
         at: seconds from the fault at which a text was first seen, for the texts that :meth:`watch_for` was given.
+        slept: those of them in which the rank slept, and was not stopped nor in need of a core or the disk.
     """
 
     def __init__(self, home: Path, number: int) -> None:
@@ -37,18 +40,23 @@ class Rank:
         self.stacks = ""
         self.watched: dict[str, Any] = {}
         self.at: dict[str, float] = {}
+        self.slept: dict[str, float] = {}
+        self._slept, self._looked_at = 0.0, time.monotonic()
         self._read = 0
         self._ended_at: float | None = None
         self._sizes = (-1, -1)
         self.offsets: dict[str, int] | None = None
 
     def watch_for(self, name: str, pattern: Any) -> None:
-        """Set ``at[name]`` when the compiled ``pattern`` is first found in the rank's output."""
+        """Set ``at[name]`` and ``slept[name]`` when the compiled ``pattern`` is first found in the rank's output."""
         self.watched[name] = pattern
 
     def look(self, process: Any, fired_at: float | None) -> None:
         """``process``: the rank's, where it is a child of ours."""
         self._read_events()
+        before, self._looked_at = self._looked_at, time.monotonic()
+        if fired_at is not None and report.asleep(self.pid):
+            self._slept += min(self._looked_at - before, LOOK_S)
         if not self.over:
             self._look_at_process(process)
             if self.over:
@@ -58,6 +66,7 @@ class Rank:
             for name, pattern in self.watched.items():
                 if name not in self.at and pattern.search(self.text):
                     self.at[name] = time.monotonic() - fired_at
+                    self.slept[name] = self._slept
 
     def finish(self, fired_at: float) -> None:
         self._read_events()

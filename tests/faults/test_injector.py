@@ -167,7 +167,7 @@ def test_names_a_rank(text: str, found: bool) -> None:
 def ended(number: int, err: str, code: int | None = 1, seconds: float | None = 1.0, **at: float) -> Rank:
     rank = Rank(Path("nowhere"), number)
     rank.printed["err"], rank.code, rank.seconds, rank.over = err, code, seconds, seconds is not None
-    rank.at = dict(at)
+    rank.at = rank.slept = dict(at)
     return rank
 
 

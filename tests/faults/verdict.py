@@ -18,7 +18,7 @@ from tests.faults.spec import Fault, Training
 __all__ = ["Case", "about", "judge", "names", "shows", "watch"]
 
 LIMIT_S = 30.0  # most jobs end within 5; a machine may be busy
-AT_ONCE_S = 3.0  # until an exception's traceback is there; a machine may be busy
+AT_ONCE_S = 3.0  # in which the rank sleeps or waits, until an exception's traceback is there
 
 TRACE = "Traceback (most recent call last)"
 ELSEWHERE = re.compile(r"\(traceback: printed by rank \d+\)")  # where several ranks share an exception
@@ -138,7 +138,7 @@ def _own(case: Case, rank: Rank) -> list[str]:
         return ["its own traceback is missing"]
     if TRACE not in printed:
         return []
-    seen = rank.at.get("trace", 0.0)
+    seen = rank.slept.get("trace", 0.0)
     return [f"its traceback came after {seen:.0f} s only"] if seen > AT_ONCE_S else []
 
 

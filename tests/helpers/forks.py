@@ -39,5 +39,5 @@ def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, 
                 loss.backward()
             except RankMismatchError as error:
                 return str(error), time.monotonic() - begun
-            engine.before_step()
+            engine.cycle.before_step()
     return None

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["logged", "said_by", "stderr"]
+import torch.distributed as dist
+
+__all__ = ["logged", "said_by", "stderr", "stderr_of_ranks", "wait_until"]
 
 
 @contextmanager
@@ -41,6 +43,22 @@ def stderr() -> Iterator[Path]:
         finally:
             os.dup2(before, 2)
             os.close(before)
+
+
+@contextmanager
+def stderr_of_ranks() -> Iterator[list[Path]]:
+    """Return the standard error of each rank. Collective."""
+    with stderr() as said:
+        paths: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(paths, said)
+        yield paths
+
+
+def wait_until(test: Callable[[], bool], limit_s: float = 40.0) -> None:
+    """Return as soon as ``test`` returns True, or after the limit."""
+    end = time.monotonic() + limit_s
+    while not test() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def said_by(job: Callable[[], Any]) -> tuple[str, float]:

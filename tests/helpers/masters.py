@@ -74,7 +74,7 @@ def between_steps(model: Any, engine: Engine, step: int) -> None:
         with engine.full_parameters(), torch.no_grad():
             model.first.weight[3] = 0.1
     if step == 6:  # as averages are exchanged
-        engine.before_step()
+        engine.cycle.before_step()
         with torch.no_grad():
             for param in model.parameters():
                 param.data.mul_(0.99)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.sharding.layout import ShardLayout
+from tests.helpers.simulated_clock import SimulatedClock
 
 __all__ = ["checkpoints_of", "on_ranks", "sharded_state", "values_of"]
 
@@ -58,8 +59,8 @@ class _Meeting:
             self.changed.notify_all()
 
 
-def on_ranks(world_size: int, attempt: Callable[[RankTasks], Any]) -> list[Any]:
-    """Return the result of ``attempt``, or its error, on each rank."""
+def on_ranks(world_size: int, attempt: Callable[[RankTasks], Any], clock: SimulatedClock | None = None) -> list[Any]:
+    """Return the result of ``attempt``, or its error, on each rank. ``clock``: by which ranks sleep, if they do."""
     meeting, shared = _Meeting(world_size), dist.HashStore()
     watchdog: Any = SimpleNamespace(
         busy=lambda what: nullcontext(),
@@ -83,8 +84,7 @@ def on_ranks(world_size: int, attempt: Callable[[RankTasks], Any]) -> list[Any]:
         finally:
             meeting.end(rank)
 
-    with ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(one, range(world_size)))
+    return (clock or SimulatedClock()).run([partial(one, rank) for rank in range(world_size)])
 
 
 def checkpoints_of(together: RankTasks) -> Any:

@@ -6,6 +6,7 @@ and averaged gradients.
 
 import math
 import random
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ SHAPES += [(16, 16), (257,), (3, 7, 13), (1000,)]
 BUCKETS = {"one each": 1e-6, "some": 0.002, "all": 64.0}
 # Whole numbers below 2**8 are exact in every dtype. Their multiples of 6 stay so when they are divided by 1, 2 or 3.
 STEP = 6
+PEER_WAIT_S = 2.0  # kPeerWait of csrc/gradients/bucket.cpp, after which the host allocates another bucket
 
 
 class Interruption(Exception):
@@ -213,7 +215,9 @@ class Sequence:
         }  # fmt: skip
         for step in self.rng.choices(list(steps), list(steps.values()), k=self.rng.randint(3, 7)):
             self.trace.append(step.__name__)
+            begun = time.monotonic()
             step()
+            self.may_grow |= time.monotonic() - begun > PEER_WAIT_S  # a peer was late, on a busy machine
             self.check()
         self.executor.weights.sync_user_writes(forget=True)
         self.edited = False

@@ -1,6 +1,7 @@
 """The executor in single backward passes: ranks that differ, interruptions, nested backwards."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative
-from tests.native.sequences import Deliver, Interruption, Twin, deliver, new_twin, ops
+from tests.native.sequences import PEER_WAIT_S, Deliver, Interruption, Twin, deliver, new_twin, ops
 from tests.ranks.pool import Ranks
 
 CPU = torch.device("cpu")
@@ -275,7 +276,22 @@ def test_dividing_by_three_in_low_precision_is_not_biased(ranks: Ranks) -> None:
         assert all(abs(bias) < 5e-4 for bias in ranks.run(3, low_precision_mean, dtype)), dtype
 
 
+def in_time(made: Callable[[], list[dict[str, int]]]) -> list[dict[str, int]]:
+    """Make it again if a rank took longer than the host waits for a peer before it allocates another bucket."""
+    for _ in range(5):
+        begun = time.monotonic()
+        found, taken = made(), torch.tensor(time.monotonic() - begun)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        if taken < PEER_WAIT_S:
+            break
+    return found
+
+
 def count_buckets() -> list[dict[str, int]]:
+    return in_time(_count_buckets)
+
+
+def _count_buckets() -> list[dict[str, int]]:
     world = dist.get_world_size()
     mesh = Mesh.from_world(CPU)
     capacity = 128 * 4 * world / 2**20  # one shard of 128 elements on each rank

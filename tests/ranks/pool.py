@@ -55,7 +55,8 @@ class RankPool:
     deadline: seconds a call may take unless it says otherwise
     preload: modules each rank imports before its first call
     start_deadline: seconds the ranks may take to start
-    grace: seconds the other ranks get to answer once one has failed, or to settle after a call
+    grace: seconds the other ranks get to answer once one has failed, or to settle after a call; those in which one is
+        stopped, or waits for a core or the disk, do not count
     collective_timeout: the process group's; long, so that the deadline speaks first
     """
 
@@ -273,14 +274,15 @@ class RankPool:
                 rank.mark()
             with contextlib.suppress(OSError):  # it is dead, which _await reports
                 rank.link.send(order)
-        return self._await(seconds)
+        return self._await(seconds, short=order[0] == "settle")
 
-    def _await(self, seconds: float) -> Words:
-        """Each rank's next word, in order of arrival; silent ranks are missing from it."""
+    def _await(self, seconds: float, short: bool = False) -> Words:
+        """Each rank's next word, in order of arrival; silent ranks are missing from it. ``short``: see ``grace``."""
         words: Words = {}
-        end = time.monotonic() + seconds
+        left, most = seconds, max(seconds, self.deadline) if short else seconds
         graced = False
-        while len(words) < self.world_size and (left := end - time.monotonic()) > 0:
+        while len(words) < self.world_size and left > 0:
+            begun = time.monotonic()
             silent = {rank.link: i for i, rank in enumerate(self._ranks) if i not in words}
             ready = wait(list(silent), timeout=min(left, 0.5))
             for link, i in silent.items():
@@ -292,9 +294,15 @@ class RankPool:
                 elif self._ranks[i].process.poll() is not None and not link.poll():
                     # no end of file: a child that it forked still holds the pipe open
                     words[i] = ("died", None)
+            passed = min(time.monotonic() - begun, 1.0)  # this process may have been stopped itself
+            most -= passed
+            pids = [self._ranks[i].process.pid for i in silent.values() if i not in words]
+            if not (graced or short) or all(map(report.asleep, pids)):
+                left -= passed
+            left = min(left, most)
             if not graced and any(kind in ("raised", "died") for kind, _ in words.values()):
                 graced = True
-                end = min(end, time.monotonic() + self.grace)
+                left = min(left, self.grace)
         return words
 
     def _settled(self, words: Words) -> bool:
@@ -310,7 +318,7 @@ class RankPool:
             kind, body = words.get(i, ("gave no answer", None))
             if kind == "died":
                 try:
-                    code = rank.process.wait(timeout=1)
+                    code = rank.process.wait(timeout=10)
                     kind = report.exit_words(code)
                 except subprocess.TimeoutExpired:
                     kind = "closed its pipe"

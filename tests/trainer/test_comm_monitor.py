@@ -1,6 +1,7 @@
 """The numbers of a training on two ranks, in its logger."""
 
 import time
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -78,14 +79,21 @@ class Fp8Regression(Regression):
         self.net = nn.Sequential(nn.Linear(INPUTS, 32), nn.Tanh(), nn.Linear(32, 48), nn.Linear(48, OUTPUTS))
 
 
-def _logged_fp8() -> tuple[Logged, dict[str, float], float]:
-    tuning = {"fp8_min_gain": 0, "fp8_health_every": 2}
+class Stops(Fp8Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 6:
+            raise KeyError("stop")
+
+
+def _logged_fp8(every: int = 2, stops: bool = False) -> tuple[Logged, dict[str, float], float]:
+    tuning = {"fp8_min_gain": 0, "fp8_health_every": every}
     strategy = make_strategy("compiled", linear_dtype="fp8", **tuning)
-    lines, module = Lines(), Fp8Regression()
+    lines, module = Lines(), Stops() if stops else Fp8Regression()
     trainer = make_trainer(
         "compiled", strategy=strategy, precision="bf16-mixed", logger=lines, callbacks=[CommMonitor(every_n_steps=4)]
     )
-    trainer.fit(module, make_loader("compiled", 8))
+    with pytest.raises(KeyError, match="stop") if stops else nullcontext():
+        trainer.fit(module, make_loader("compiled", 8))
     health = trainer.strategy.fp8_health()
     weight = module.state_dict()["net.2.weight"].abs().max().item()
     close(module)
@@ -100,9 +108,22 @@ def test_the_health_of_fp8_layers_is_logged(ranks: Ranks) -> None:
     assert set(health) == {f"{name}/{number}" for number in numbers}
     logged = [values for _, values in first if "comm/gathered_mib" in values]
     assert [{key for key in values if key.startswith("fp8/")} for values in logged] == 2 * [
-        {f"fp8/{n}" for n in health}
+        {"fp8/steps", *(f"fp8/{n}" for n in health)}
     ]
     assert logged[-1][f"fp8/{name}/weight_amax"] == pytest.approx(weight, rel=0.2)  # steps of 0.01
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_last_steps_of_fp8_layers_are_logged_when_training_ends(ranks: Ranks, stops: bool) -> None:
+    [(first, health, weight), _] = ranks.run(2, _logged_fp8, 3, stops)
+    logged = [(step, values) for step, values in first if "fp8/steps" in values]
+    last, values = logged[-1]
+    assert (last, values["fp8/steps"]) == ((6, 1) if stops else (7, 2))
+    assert [values["fp8/steps"] for _, values in logged[:-1]] == ([3] if stops else [3, 3])
+    assert {name: value for name, value in values.items() if name != "fp8/steps"} == {
+        f"fp8/{name}": value for name, value in health.items()
+    }
+    assert values["fp8/net.2.weight/weight_amax"] == pytest.approx(weight, rel=0.1)
 
 
 def test_accumulated_batches_count_for_one_step(ranks: Ranks) -> None:

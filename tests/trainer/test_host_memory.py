@@ -81,7 +81,6 @@ def _both_kinds(home: str) -> dict[str, Held]:
 def test_ranks_hold_what_is_promised(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     for rank, found in enumerate(ranks.run(world_size, _both_kinds, str(tmp_path), deadline=240)):
         for kind in ("full", "elsewhere"):
-            print("MEM", rank, kind, found)
             assert found[f"save {kind}"].most <= (ALL if rank == 0 else 0) + ON_THE_WAY, found
         assert found["save sharded"].most <= MARGIN, found
         _assert_loaded(found["load full"], world_size)

@@ -1,15 +1,29 @@
 """Skip a step on all ranks after an overflow on one (16-mixed), decided on the host or on the device."""
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 
 from lightning_zero.engine import engine_of
+from lightning_zero.sharding.weight_format import WeightFormat
 from tests.helpers.lightning_modules import OVERFLOW, Overflows
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.trainer import check_captured, close, make_loader, make_trainer, whole_state
+from tests.helpers.trainer import (
+    INPUTS,
+    OUTPUTS,
+    check_captured,
+    close,
+    make_loader,
+    make_strategy,
+    make_trainer,
+    seeded,
+    whole_state,
+)
 from tests.ranks.pool import Ranks
 
 
@@ -55,3 +69,37 @@ def test_an_overflow_skips_one_step_as_under_ddp(ranks: Ranks, kind: str, make: 
         assert ddp["steps"][OVERFLOW] == ddp["steps"][OVERFLOW - 1] == OVERFLOW
         assert_close_relative(ours["state"], ddp["state"], 1e-3, what="weights")
         assert ours["device decides"] == (kind == "captured")
+
+
+class NarrowParts(Overflows):
+    """Has a frozen weight for `frozen_dtype`, fp8 products, and a matrix large enough for 8-bit state."""
+
+    def __init__(self, dequantized: bool = False) -> None:
+        super().__init__()
+        with seeded():
+            frozen = nn.Linear(96, 64, bias=False).requires_grad_(False)
+            self.net = nn.Sequential(
+                nn.Linear(INPUTS, 96), frozen, nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, OUTPUTS)
+            )
+        if dequantized:
+            packing = WeightFormat("nf4", frozen.weight.shape, frozen.weight.dtype)
+            frozen.weight.data = packing.decode(packing.encode(frozen.weight))
+
+
+def fit_narrow() -> Any:
+    fp8 = {"linear_dtype": "fp8", "fp8_min_gain": 0, "fp8_health_every": 3}
+    strategy = make_strategy("compiled", state_dtype="8bit", frozen_dtype="nf4", **fp8)
+    expected = fit_with_scaler("ddp", partial(NarrowParts, dequantized=True))
+    return expected, fit_with_scaler("compiled", NarrowParts, strategy=strategy), strategy.fp8_health()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_overflow_with_fp8_products_8_bit_state_and_nf4_weights_skips_one_step(
+    ranks: Ranks, world_size: int
+) -> None:
+    for expected, found, health in ranks.run(world_size, fit_narrow, deadline=120):
+        assert (found["scales"], found["steps"]) == (expected["scales"], expected["steps"])
+        assert all(map(math.isfinite, health.values()))
+        assert len(health) == 9
+        for name, value in found["state"].items():
+            assert (value - expected["state"][name]).norm() < 0.03 * expected["state"][name].norm(), name

@@ -149,7 +149,7 @@ def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
         engine.watchdog.close()  # or its timer may end this rank while it waits for the other's file
     told = {"ended": found["ended"], "s": found["s"], "said": said}
     Path(home, f"{dist.get_rank()}.json").write_text(json.dumps(told))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     while len(list(Path(home).glob("*.json"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     raise RuntimeError("has ended")
@@ -170,5 +170,5 @@ def test_a_rank_that_raises_alone_saves_nothing_and_nobody_waits(
     assert found[1 - rank]["ended"] == "RankFailedError"
     for one in found:
         assert f"rank {1 - rank} did not raise one, too" in one["said"][0]
-    assert max(one["s"] for one in found) < 20
+    assert max(one["s"] for one in found) < 40
     assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())

@@ -95,7 +95,7 @@ class CapturedCall:
         return outputs, token
 
     def with_returned_inputs(self, computed: Sequence[Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the outputs of :meth:`forward` and, in their places, the inputs that the code returns as they are.
+        """Return all outputs: those of :meth:`forward`, and the inputs that the code returns as they are.
 
         ``self.count += 1`` with a buffer makes compiled code return the buffer.
         """

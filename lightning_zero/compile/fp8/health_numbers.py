@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from lightning_zero.compile.fx_utils import ops
-from lightning_zero.native.ops import Op, register_op
+from lightning_zero.native.ops import Op, Role, register_op
 from lightning_zero.profiling.graph_tensors import size_hint
 
 FP8_HEALTH = "fp8_health"
@@ -31,7 +31,7 @@ def _copy(
     return scale.new_empty(scale.shape)
 
 
-register_op(Op(FP8_HEALTH, shards=4, fake=_copy))
+register_op(Op(FP8_HEALTH, shards=4, fake=_copy, role=Role.KERNEL))
 
 
 def insert_health(

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.tensors import OpOverload, wait_tensor
 from lightning_zero.compile.fx_utils import is_start
-from lightning_zero.native.ops import find_op
+from lightning_zero.native.ops import Role, find_op
 from lightning_zero.profiling.graph_tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of
 
 _aten = torch.ops.aten
@@ -72,8 +72,13 @@ def op_name(target: Any) -> str:
     return target.name() if isinstance(target, OpOverload) else ""
 
 
+def _runs_between(target: Any) -> bool:
+    op = find_op(target)
+    return op_name(target) in _SEED_OPS if op is None else op.role is not Role.KERNEL
+
+
 def _target_kind(target: Any) -> _TargetKind | None:
-    if find_op(target) is not None or op_name(target) in _SEED_OPS:
+    if _runs_between(target):
         return _TargetKind.OURS
     if target is operator.getitem:
         return _TargetKind.PART
@@ -108,7 +113,7 @@ def _kind(node: Node, kinds: dict[Node, NodeKind]) -> NodeKind:
     if node.op == "output":
         return NodeKind.OUTPUT
     reads = node.all_input_nodes
-    if find_op(node.target) is not None or op_name(node.target) in _SEED_OPS:
+    if _runs_between(node.target):
         return NodeKind.COMM
     if node.target is wait_tensor and is_start(reads[0]):
         return NodeKind.COMM

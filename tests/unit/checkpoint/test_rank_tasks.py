@@ -1,12 +1,12 @@
 """The shares of ranks in reading, and the ranks that arrive after an exception."""
 
-import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from lightning_zero.checkpoint import rank_tasks
 from lightning_zero.checkpoint.rank_tasks import RankTasks, SingleProcess
+from tests.helpers.simulated_clock import SimulatedClock
 from tests.helpers.threaded import on_ranks
 
 
@@ -27,15 +27,16 @@ def test_ranks_of_a_host_share_what_lies_there() -> None:
 
 def _meet(words: list[str | None], late_s: float = 0.0) -> list[str]:
     """Return the reasons that ranks with these words get; None: does not arrive. The last one is late."""
+    clock = SimulatedClock()
 
     def attempt(ranks: RankTasks) -> str:
         word = words[ranks.rank]
         if ranks.rank == len(words) - 1:
-            time.sleep(late_s)
+            clock.sleep(late_s)
         return "stays away" if word is None else ranks.find_disagreement(word)
 
-    with patch.object(rank_tasks, "ARRIVAL_TIMEOUT_S", 0.3):
-        return on_ranks(len(words), attempt)
+    with patch.multiple(rank_tasks, time=clock, ARRIVAL_TIMEOUT_S=0.3):
+        return on_ranks(len(words), attempt, clock)
 
 
 def test_ranks_that_have_all_come_may_go_on() -> None:
@@ -62,7 +63,8 @@ def test_a_new_stage_knows_nothing_of_the_last_one() -> None:
         ranks.begin_stage()
         return [first, ranks.find_disagreement("a") if ranks.rank == 0 else "stays away"]
 
-    with patch.object(rank_tasks, "ARRIVAL_TIMEOUT_S", 0.3):
-        found = on_ranks(2, attempt)
+    clock = SimulatedClock()
+    with patch.object(rank_tasks, "time", clock):
+        found = on_ranks(2, attempt, clock)
     assert [first for first, _ in found] == ["", ""]
     assert "rank 1 did not" in found[0][1]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,12 +21,18 @@ Said = list[str]
 
 
 @contextmanager
-def watching(rank: int, port: int, report_s: float = 60.0) -> Iterator[tuple[StartupWatch, Said, Said]]:
-    """Yield its output, and the text with which it would end the process."""
+def watching(rank: int, port: int, report_s: float = 60.0) -> Iterator[tuple[Any, Said, Said]]:
+    """Yield it, its output, and the text with which it would end the process."""
     said: Said = []
     ended: Said = []
 
     class Watch(StartupWatch):
+        ticks = 0
+
+        def _report(self, store: Any) -> None:
+            super()._report(store)
+            self.ticks += 1
+
         def _say(self, text: str) -> None:
             said.append(text)
 
@@ -45,22 +52,51 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def until(texts: Said, seconds: float = 5.0) -> str:
+def until(texts: Said, seconds: float = 40.0) -> str:
     end = time.monotonic() + seconds
     while not texts and time.monotonic() < end:
         time.sleep(0.02)
     return texts[0] if texts else ""
 
 
-def test_who_is_not_there_is_named_once_and_joining_ends_that(store: TCPStore) -> None:
-    with watching(0, store.port, report_s=0.3) as (watch, said, ended):
-        assert "Not there yet: rank 1." in until(said)
+class Clock:
+    """Replaces the module ``time``; only tests advance it."""
+
+    now = 0.0
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(startup, "time", clock)
+    return clock
+
+
+def looks(watch: Any) -> None:
+    """Wait until it has looked twice more, the second time entirely after this call."""
+    ticks, end = watch.ticks, time.monotonic() + 40
+    while watch.ticks < ticks + 2:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_who_is_not_there_is_named_once_and_joining_ends_that(store: TCPStore, clock: Clock) -> None:
+    with watching(0, store.port) as (watch, said, ended):
+        for now, times in ((59, 0), (61, 1), (599, 1), (601, 2)):
+            clock.now = now
+            looks(watch)
+            assert len(said) == times
+        assert "Not there yet: rank 1." in said[0]
         assert f"127.0.0.1:{store.port}" in said[0]
-        time.sleep(0.5)
-        assert len(said) == 1
-    with watching(0, store.port, report_s=0.3) as (watch, said, ended):
+    clock.now = 0
+    with watching(0, store.port) as (watch, said, ended):
         watch.joined()
-        time.sleep(0.6)
+        clock.now = 61
+        looks(watch)
         assert not said
         assert not ended
 
@@ -116,7 +152,29 @@ def test_what_was_said_in_an_earlier_start_is_not_heard(store: TCPStore, monkeyp
         assert not ended
 
 
-def test_ranks_that_come_say_nothing(store: TCPStore) -> None:
-    with watching(0, store.port, 0.3) as (_, said, ended), watching(1, store.port, 0.3) as (_, others, ends):
-        time.sleep(0.8)
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_rank_that_a_busy_machine_starts_late_hears_of_earlier_ones(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    late = startup.own_process()
+    late["started"] = str(int(late["started"]) + 1000)
+    over = False
+    with watching(1, store.port) as (other, _, _), patch.object(startup, "own_process", lambda: late):
+        # Its process ends with its last message.
+        has_ended = lambda _: over or store.check(["lightning_zero/startup/0/failed/1"])  # noqa: E731
+        with patch.object(startup, "has_ended", has_ended), watching(0, store.port) as (watch, _, ended):
+            looks(watch)
+            if fails:
+                other.fail(ValueError("planned"))
+            over = True
+            assert until(ended).startswith("Rank 1 failed: ValueError: planned" if fails else "The process of rank 1 ")
+
+
+def test_ranks_that_come_say_nothing(store: TCPStore, clock: Clock) -> None:
+    with watching(0, store.port) as (first, said, ended), watching(1, store.port) as (second, others, ends):
+        looks(first)  # it has announced itself, as the other has
+        clock.now = 61
+        looks(first)
+        looks(second)
         assert not said + others + ended + ends

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from lightning_zero.native import watchdog as failures
 from lightning_zero.native.watchdog import Failures, ShownErrorHook
+from tests.helpers.simulated_clock import SimulatedClock
 
 TRACE = "Traceback (most recent call last)"
 
@@ -31,21 +32,16 @@ def _hook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown(errors: dict[int, Exception], world: int, capsys: Any, late: tuple[int, ...] = ()) -> str:
     """Return the output of ranks that fail, at once except for late ones."""
-    store = dist.HashStore()
+    store, clock = dist.HashStore(), SimulatedClock()
     ranks = [Failures(store, rank, world) for rank in range(world)]
 
     def fail(rank: int) -> None:
-        time.sleep(0.6 if rank in late else 0.0)
+        clock.sleep(failures.TO_POST_S + failures.TO_CLAIM_S if rank in late else 0.0)
         ranks[rank].show(errors[rank])
 
-    with ThreadPoolExecutor(world) as threads:
-        list(threads.map(fail, errors))
+    with patch.object(failures, "time", clock):
+        clock.run([partial(fail, rank) for rank in errors])
     return capsys.readouterr().err
-
-
-@pytest.fixture
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "TO_POST_S", 0.3)
 
 
 def test_one_that_all_ranks_share_is_shown_once(capsys: Any) -> None:
@@ -57,7 +53,6 @@ def test_one_that_all_ranks_share_is_shown_once(capsys: Any) -> None:
     assert text.count("[lightning_zero, rank") == 1
 
 
-@pytest.mark.usefixtures("_soon")
 def test_different_ones_are_shown_once_each(capsys: Any) -> None:
     errors: dict[int, Exception] = {rank: _caught(ValueError, "first") for rank in (0, 2)}
     errors |= {1: _caught(ValueError, "second"), 3: _caught(TypeError, "first")}
@@ -68,7 +63,6 @@ def test_different_ones_are_shown_once_each(capsys: Any) -> None:
     assert "rank 3] Rank 3 failed:" in text
 
 
-@pytest.mark.usefixtures("_soon")
 def test_one_that_comes_late_is_only_named(capsys: Any) -> None:
     errors = {rank: _caught(ValueError, "shared") for rank in range(3)}
     text = shown(errors, 3, capsys, late=(0,))
@@ -77,16 +71,20 @@ def test_one_that_comes_late_is_only_named(capsys: Any) -> None:
     assert text.count(TRACE) == 1
 
 
-@pytest.mark.usefixtures("_soon")
 def test_in_another_stage_it_is_shown_again(capsys: Any) -> None:
-    ours = Failures(dist.HashStore(), 0, 2)
-    for _ in range(2):
-        ours.begin()
-        ours.show(_caught(ValueError, "shared"))
-    assert capsys.readouterr().err.count(TRACE) == 2
-    error = _caught(ValueError, "of two engines")
-    ours.show(error)
-    ours.show(error)
+    ours, clock = Failures(dist.HashStore(), 0, 2), SimulatedClock()
+
+    def show(error: Exception) -> None:
+        clock.run([partial(ours.show, error)])
+
+    with patch.object(failures, "time", clock):
+        for _ in range(2):
+            ours.begin()
+            show(_caught(ValueError, "shared"))
+        assert capsys.readouterr().err.count(TRACE) == 2
+        error = _caught(ValueError, "of two engines")
+        show(error)
+        show(error)
     assert capsys.readouterr().err.count(TRACE) == 1
 
 
@@ -110,7 +108,6 @@ def test_without_a_store_each_rank_shows_its_own(capsys: Any) -> None:
     assert "rank 1] Rank 1 failed:" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_soon")
 def test_the_end_of_a_process_only_names_what_was_shown(capsys: Any) -> None:
     called: list[BaseException] = []
     default = sys.__excepthook__
@@ -134,11 +131,14 @@ def test_the_end_of_a_process_only_names_what_was_shown(capsys: Any) -> None:
     assert called == [*errors.values(), other], "a hook that reports errors elsewhere must get them"
 
 
-def test_the_rank_that_serves_the_store_waits_until_the_others_know() -> None:
+def test_the_rank_that_serves_the_store_waits_until_the_others_know_but_not_for_ever() -> None:
     store = dist.HashStore()
     first, second, third = (Failures(store, rank, 3) for rank in range(3))
     second.acknowledge()
     third.acknowledge()
-    begun = time.monotonic()
-    first.wait_until_acknowledged()
-    assert time.monotonic() - begun < 1
+    with patch.object(failures, "time", clock := SimulatedClock()):
+        clock.run([first.wait_until_acknowledged])
+        assert clock.monotonic() == 0
+        first.begin()
+        clock.run([first.wait_until_acknowledged])
+    assert failures.TO_HEAR_S <= clock.monotonic() < failures.TO_HEAR_S + 1

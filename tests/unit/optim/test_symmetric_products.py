@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from lightning_zero.optim.symmetric_products import symmetric_product
+from tests.helpers.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("tall", [False, True])
@@ -30,7 +27,6 @@ def test_the_result_is_that_of_the_formula(tall: bool) -> None:
     torch.testing.assert_close(symmetric_product(x, base=base, alpha=0.5, beta=-2.0, shift=3.0), expected)
 
 
-# The interpreter multiplies the bits of bfloat16 as integers, so it gets float16.
 INTERPRETED = """
 import torch
 from lightning_zero.optim import descriptor_kernel, scale_kernel, symmetric_kernel
@@ -79,10 +75,4 @@ print("all equal")
 
 
 def test_kernels_compute_each_block_once_and_mirror_it() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=240)
-    if "can be converted to Python scalars" in done.stderr:
-        pytest.skip("this Triton's interpreter and this NumPy do not fit each other")
-    assert done.stdout == "all equal\n", done.stderr
+    run_interpreted(INTERPRETED)

@@ -189,9 +189,9 @@ def test_nodes_without_values_cost_nothing_but_a_launch() -> None:
 
 def test_the_probe_is_quick_and_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
-    begun = time.perf_counter()
+    begun = time.process_time()
     speed = DeviceSpeed.of(torch.device("cpu"))
-    assert time.perf_counter() - begun < 5, "well under a second on an idle machine"
+    assert time.process_time() - begun < 5, "well under a second"
     assert torch.equal(state, torch.get_rng_state())
     assert min(speed.flops_per_s.values()) > 1e6
     assert speed.bytes_per_s > 1e7

@@ -28,6 +28,9 @@ class Layers:
         executor: Any = self
         return Fp8Health(executor, executor, every)
 
+    def __len__(self) -> int:
+        return len(self.live)
+
     def note(self, layer: int, matrix: int, *numbers: float) -> None:
         row = self.tables[layer][matrix, : len(numbers)]
         row.copy_(torch.maximum(row, torch.tensor(numbers)))
@@ -51,6 +54,50 @@ def test_a_report_has_the_largest_numbers_since_the_last_one() -> None:
         "a/input_overflow": 0.0,
         "a/weight_amax": 2.0,
     }
+
+
+def test_the_steps_since_the_last_report_are_reported_at_the_end() -> None:
+    layers = Layers("a")
+    health = layers.health(every=2)
+    found: list[tuple[int, float]] = []
+
+    def train(*amaxes: float, interrupted: bool = False) -> None:
+        for number, amax in enumerate(amaxes, 1):
+            health.before_forward()
+            layers.note(0, 0, amax)
+            if not interrupted or number < len(amaxes):
+                health.after_step()
+        found.clear()
+        health.finish(lambda: found.append((health.steps, health.values["a/input_amax"])))
+
+    train(5.0, 4.0, 3.0)
+    assert found == [(1, 3.0)]
+    train(2.0, 1.0)  # the window begins again
+    assert found == [(2, 2.0)]
+    train(4.0, 3.0, 2.0, 8.0, interrupted=True)
+    assert found == [(1, 8.0)]
+    train(7.0, interrupted=True)
+    assert found == [(0, 7.0)]
+    train(4.0, 2.0, 1.0, 1.0)
+    assert found == [(2, 1.0)]
+    before = health.values
+    health.finish(lambda: pytest.fail("there is nothing to report"))
+    health.before_forward()  # interrupted before a layer has raised numbers
+    health.finish(lambda: pytest.fail("there is nothing to report"))
+    assert health.values is before
+
+
+def test_infinity_in_an_interrupted_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    layers = Layers("a")
+    health = layers.health(every=100)
+    health.before_forward()
+    health.after_step()
+    health.before_forward()
+    layers.note(0, 0, math.inf)
+    with caplog.at_level(logging.WARNING):
+        health.finish()
+    assert health.nonfinite == {"a/input": 2}
+    assert len(caplog.records) == 1
 
 
 def test_new_layers_get_new_memory_which_is_reported_to_the_caller() -> None:

@@ -12,6 +12,7 @@ from lightning_zero.compile.fp8 import convert_products
 from lightning_zero.compile.fp8.linear_products import find_products
 from lightning_zero.compile.fp8.product_choice import ChoiceRules, choose_products
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
+from lightning_zero.compile.subgraphs import cut, is_worth_cutting
 from lightning_zero.config import CompileConfig
 from lightning_zero.native.ops import OPS
 from tests.unit.compile.fp8.linear_graphs import BF16, Layers, called, cast
@@ -199,6 +200,17 @@ def test_by_row_more_layers_are_declined(tokens: int, width: int, gains: bool) -
 
     assert not reasons(graph(), min_gain=1.0)
     assert bool(reasons(graph(), min_gain=1.0, by_row=True)) is not gains
+
+
+def test_graphs_with_health_are_cut_into_layers() -> None:
+    layers = Layers(48, 64)
+    for number in range(8):
+        layers.linear(f"l{number}", 64)
+    graph = converted(layers.done(), fp8_health=True)
+    assert is_worth_cutting(graph)
+    steps = cut(graph)
+    assert steps is not None
+    assert not {step.target for step in steps if isinstance(step, Node)} & {OPS["fp8_health"].overload}
 
 
 def test_health_is_noted_by_matrix_in_graphs_that_have_a_backward() -> None:
