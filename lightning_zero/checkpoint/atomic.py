@@ -77,39 +77,41 @@ def _replace(work: Path, path: Path) -> None:
     with _opened(path) as (_, previous):
         if previous is not None:
             try_lock(previous)  # else another save would take it for a leftover, and remove it at the same time
-        exchanged = exchange(work, path)
-        if exchanged:
+        if exchange(work, path):
             _sync_or(lambda: exchange(work, path), path.parent)
             if previous is None or is_at(work, previous):
                 _remove_quietly(work)
-    if exchanged:
-        return
-    if not any(_is_folder(one) for one in (work, path)):
-        os.replace(work, path)
-        sync_folder(path.parent)
-    else:
-        old = sibling_path(path, REPLACED)
-        remove(old)
-        os.rename(path, old)
-        try:
-            os.rename(work, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-        sync_folder(path.parent)
-        _remove_quietly(old)
+        elif not any(_is_folder(one) for one in (work, path)):
+            os.replace(work, path)
+            sync_folder(path.parent)
+        else:
+            old = sibling_path(path, REPLACED)
+            remove(old)
+            os.rename(path, old)
+            try:
+                os.rename(work, path)
+            except OSError:
+                os.rename(old, path)
+                raise
+            sync_folder(path.parent)
+            _remove_quietly(old)
 
 
 def restore_replaced(path: Path) -> None:
     """Clean up after a process that died in :func:`replace_atomically`.
 
     Between its two renames, the previous content moves back to ``path``; after them, the previous content is removed.
+
+    Raises:
+        CheckpointError: the process has not died, and is removing the previous content.
     """
     old = sibling_path(path, REPLACED)
     if readable_path(path) == old:
-        os.rename(old, path)
+        with _without_locks(path):
+            os.rename(old, path)
     else:
-        remove(old)
+        with removing_leftover(old, path):
+            pass
 
 
 def readable_path(path: Path) -> Path:

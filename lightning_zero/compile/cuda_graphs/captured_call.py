@@ -94,13 +94,16 @@ class CapturedCall:
         self.pending_backward = weakref.ref(token)
         return outputs, token
 
-    def with_returned_inputs(self, computed: Sequence[Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return all outputs: those of :meth:`forward`, and the inputs that the code returns as they are.
+    def with_known_outputs(self, computed: Sequence[Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return all outputs: those of :meth:`forward`, inputs that the code returns as they are, and detached ones.
 
         ``self.count += 1`` with a buffer makes compiled code return the buffer.
         """
-        returned, rest = self.pair.returned, iter(computed)
-        return tuple(args[returned[n]] if n in returned else next(rest) for n in range(len(computed) + len(returned)))
+        inputs, detached, rest = self.pair.known.inputs, self.pair.known.detached, iter(computed)
+        count = len(computed) + len(inputs) + len(detached)
+        outputs = {n: args[inputs[n]] if n in inputs else next(rest) for n in range(count) if n not in detached}
+        outputs |= {n: outputs[other].detach() for n, other in detached.items()}
+        return tuple(outputs[n] for n in range(count))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return gradients of the inputs; None for parameters, whose gradients the executor has."""

@@ -86,7 +86,17 @@ class BackwardMemory:
 CHANGED_INPUT = "an input is changed in place"
 
 
-ReturnedInputs = Mapping[int, int]  # number of an output -> number of the input that it is
+@dataclass(frozen=True)
+class KnownOutputs:
+    """Outputs that are not copied from a replay, by their numbers among all outputs.
+
+    Attributes:
+        inputs: number of an output -> number of the input that it is.
+        detached: number of an output -> number of the output that it is, without its gradient.
+    """
+
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    detached: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,8 +143,8 @@ class CaptureSpec:
         if self.executor.activations is not None:
             self.executor.activations.wait_all()
 
-    def run(self) -> tuple[list[Tensor], ReturnedInputs]:
-        """Run the compiled code and return its outputs without the inputs among them, and where those belong.
+    def run(self) -> tuple[list[Tensor], KnownOutputs]:
+        """Run the compiled code and return the outputs to copy, and what the others are.
 
         Raises:
             NotImplementedError: a replay would behave differently; the message gives the reason.
@@ -153,11 +163,12 @@ class CaptureSpec:
         inputs = [(n, value) for n, value in enumerate(self.inputs) if isinstance(value, Tensor)]
         known = {id(value): n for n, value in inputs if not value.requires_grad}
         returned = {n: known[id(output)] for n, output in enumerate(outputs) if id(output) in known}
-        computed = [output for n, output in enumerate(outputs) if n not in returned]
+        computed = {n: output for n, output in enumerate(outputs) if n not in returned}
         owned = {value.untyped_storage().data_ptr() for _, value in inputs}
-        if any(output.untyped_storage().data_ptr() in owned for output in computed):
+        if any(output.untyped_storage().data_ptr() in owned for output in computed.values()):
             raise NotImplementedError("an output is a view of an input, or an input that requires grad")
-        return computed, returned
+        detached = _detached(computed)
+        return [output for n, output in computed.items() if n not in detached], KnownOutputs(returned, detached)
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
@@ -185,6 +196,42 @@ class CaptureSpec:
         ), "a gradient went past the executor"
 
 
+def _detached(outputs: Mapping[int, Tensor]) -> dict[int, int]:
+    """Return which outputs are others without their gradient, as of ``h, h.detach()``.
+
+    Raises:
+        NotImplementedError: outputs share memory in another way. A change of one would not change the other's copy.
+    """
+    found: dict[int, int] = {}
+    # Those with a gradient are first: the others are found to be theirs.
+    order = sorted(outputs, key=lambda n: not outputs[n].requires_grad)
+    for place, n in enumerate(order):
+        for other in order[:place]:
+            if other in found or not _overlap(outputs[n], outputs[other]):
+                continue
+            if outputs[n].requires_grad or _place(outputs[n]) != _place(outputs[other]):
+                raise NotImplementedError("two outputs share memory, as `h` and `h.view(-1)` do")
+            found[n] = other
+            break
+    return found
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    storage = one.untyped_storage()
+    if storage.data_ptr() != other.untyped_storage().data_ptr() or not one.numel() or not other.numel():
+        return False
+    if one.dtype != other.dtype or _place(one) == _place(other):
+        return True
+    # On the host, since a capture would record it.
+    marks = torch.zeros(storage.nbytes() // one.element_size(), dtype=torch.bool, device="cpu")
+    marks.as_strided(one.size(), one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.size(), other.stride(), other.storage_offset()).any())
+
+
 class GraphPair(Protocol):
     """Forward and backward of one compiled graph on fixed inputs.
 
@@ -198,7 +245,7 @@ class GraphPair(Protocol):
     nbytes: int
 
     differentiable: Sequence[bool]  # one per output; known after a forward
-    returned: ReturnedInputs  # inputs that forward() leaves out; known after a forward
+    known: KnownOutputs  # those that forward() leaves out; known after a forward
 
     def fits(self) -> bool:
         """Return True if a replay gives the same results as a run."""
@@ -277,7 +324,7 @@ class CUDAGraphPair:
 
     _pool: Any
     _stream: torch.cuda.Stream
-    returned: ReturnedInputs
+    known: KnownOutputs
 
     def __init__(self, spec: CaptureSpec) -> None:
         executor, device = spec.executor, spec.executor.device
@@ -302,7 +349,7 @@ class CUDAGraphPair:
             outputs: list[Tensor] = []
 
             def run() -> None:
-                computed, self.returned = spec.run()
+                computed, self.known = spec.run()
                 outputs.extend(computed)
 
             def prepare() -> None:
@@ -380,7 +427,7 @@ class EmulatedGraphPair:
         self._adding: bool | None = None  # True if the first backward found gradients
         self._outputs: list[Tensor] = []
         self.differentiable: Sequence[bool] = ()
-        self.returned: ReturnedInputs = {}
+        self.known = KnownOutputs()
 
     @contextmanager
     def _recorded(self, backward: bool, accumulates: bool) -> Iterator[None]:
@@ -412,7 +459,7 @@ class EmulatedGraphPair:
         holding = self._spec.use_blocks(self.blocks)
         restoring = nullcontext() if self._numbers else self._spec.restoring_on_error()
         with torch.enable_grad(), holding, self._recorded(backward=False, accumulates=False), restoring:
-            self._outputs, self.returned = self._spec.run()
+            self._outputs, self.known = self._spec.run()
         self.differentiable = [output.requires_grad for output in self._outputs]
         return self._outputs
 

@@ -356,7 +356,7 @@ class GraphDispatcher:
             return self._run(args, key)
         self._replayed[key] += 1
         try:
-            outputs = captured.with_returned_inputs(GraphReplay.apply(captured, *args), args)
+            outputs = captured.with_known_outputs(GraphReplay.apply(captured, *args), args)
         except NotImplementedError as error:  # an emulated capture runs no earlier; it has restored what it changed
             self.disable(str(error))
             return self._run(args, key)

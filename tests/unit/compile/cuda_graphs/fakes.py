@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
-from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, KnownOutputs
 from lightning_zero.compile.cuda_graphs.manager import WARMUP_RUNS
 from tests.helpers.options import config
 
@@ -59,7 +59,7 @@ class FakePair:
     """Computes from its inputs at each replay, like a graph."""
 
     made: list[FakePair] = []
-    returned: dict[int, int] = {}
+    known = KnownOutputs()
 
     def __init__(self, job: CaptureSpec) -> None:
         if job.executor.reason == "refuse":  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Failed captures and released memory, with a fake of CUDA."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import MagicMock, call, patch
@@ -16,6 +16,7 @@ from lightning_zero.compile.cuda_graphs.graph_pairs import (
     CUDAGraphPair,
     EmulatedGraphPair,
     GradientBuffers,
+    KnownOutputs,
 )
 
 
@@ -268,7 +269,30 @@ def test_an_input_that_requires_grad_and_is_changed_is_refused_by_the_same_reaso
 def test_an_input_that_is_an_output_is_left_to_the_caller(allocator: MagicMock) -> None:
     pair = capture(Executor(), lambda weight, batch: (batch, weight.detach() * batch, batch))
     assert len(pair.forward()) == 1
-    assert pair.returned == {0: 1, 2: 1}
+    assert pair.known.inputs == {0: 1, 2: 1}
+
+
+def outputs_of(compiled: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[list[Tensor], KnownOutputs]:
+    weight = nn.Parameter(torch.ones(4, 6))
+    return CaptureSpec(compiled, [weight], [], Executor(), False, None).run()  # type: ignore[arg-type]
+
+
+def test_a_detached_output_goes_on_sharing_its_memory() -> None:
+    outputs, known = outputs_of(lambda w: ((h := w * 2).detach(), h, h.detach(), w + 1))
+    assert len(outputs) == 2
+    assert known.detached == {0: 1, 2: 1}
+
+
+def test_outputs_that_share_no_element_are_copied() -> None:
+    outputs, known = outputs_of(lambda w: (w * 2).chunk(3, -1))
+    assert len(outputs) == 3
+    assert not known.detached
+
+
+@pytest.mark.parametrize("view", [lambda h: h.view(-1), lambda h: h[1:].detach(), lambda h: h.view(torch.int32)])
+def test_outputs_that_share_memory_in_other_ways_are_refused(view: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NotImplementedError, match="two outputs share memory"):
+        outputs_of(lambda w: (h := w * 2, view(h)))
 
 
 @pytest.mark.parametrize("refused", [True, False])
