@@ -31,7 +31,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def _bits(value: float) -> int:
-    return int(torch.tensor(value).view(torch.int32))
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 
 _OFFSET = {dtype: 2.0**-octaves for dtype, octaves in _OCTAVES.items()}

@@ -126,9 +126,9 @@ class StepKernel:
         chunks = [chunk for chunk in self._state.chunks if id(chunk.run) in own]
         self._sums = ParameterSums(chunks, lambda run: _reduction_rule_of(rules, run), device)
         self._sum_chunks = chunks
-        self._squared = torch.zeros((), device=device)
-        self._max_norm = torch.ones((), device=device)
-        self._skip = torch.zeros((), device=device)
+        self._squared = torch.zeros((), dtype=torch.float32, device=device)
+        self._max_norm = torch.ones((), dtype=torch.float32, device=device)
+        self._skip = torch.zeros((), dtype=torch.float32, device=device)
         self._last_max: float | None = None
         self._variant: tuple[bool, bool] | None = None
         self._compiled: dict[Any, Callable[..., dict[str, Tensor]]] = {}

@@ -73,7 +73,8 @@ class Fp8Health:
             return False
         self._records = found
         device = self._executor.device
-        self._table = torch.full((len(found), len(MATRICES), len(NUMBERS) + 1), UNKNOWN, device=device)
+        shape = len(found), len(MATRICES), len(NUMBERS) + 1
+        self._table = torch.full(shape, UNKNOWN, dtype=torch.float32, device=device)
         self._table[..., -1] = math.inf  # the step of the first infinity or NaN
         self._copy = None
         for record, rows in zip(found, self._numbers.unbind(), strict=True):
@@ -133,7 +134,7 @@ class Fp8Health:
     def _start_copy(self) -> None:
         self._copied_steps, self._reported, self._has_rest = self._step - self._reported, self._step, False
         on_gpu = self._table.device.type == "cuda"
-        self._copy = torch.empty(self._table.shape, pin_memory=on_gpu)
+        self._copy = torch.empty(self._table.shape, dtype=torch.float32, pin_memory=on_gpu)
         self._copy.copy_(self._table, non_blocking=True)
         if on_gpu:
             self._arrival = torch.cuda.Event()

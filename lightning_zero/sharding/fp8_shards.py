@@ -165,7 +165,7 @@ class Fp8Shards:
         self._runs: list[_Run] = []
         self._casts: dict[int, RowCast] = {}  # by a run's id
         self._is_current = False  # with `symm_mem`: the factors need no refresh before the next forward
-        self.factors = torch.ones(0, device=mesh.device)
+        self.factors = torch.ones(0, dtype=torch.float32, device=mesh.device)
 
     # -- events
 
@@ -319,7 +319,7 @@ class Fp8Shards:
         if [record.index for record in found] == [record.index for record in self._records]:
             return
         self._records = found
-        self.factors = torch.ones(len(found), device=self._mesh.device)
+        self.factors = torch.ones(len(found), dtype=torch.float32, device=self._mesh.device)
         for record, factor in zip(found, self.factors.unbind(), strict=True):
             self._executor.parameters.set_fp8_factor(record.index, factor)
         self._find_runs()

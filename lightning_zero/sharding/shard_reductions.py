@@ -198,7 +198,7 @@ def _variance_and_mean(part: _LocalPart, unbiased: bool, correction: float | Non
     Each rank subtracts its own mean first, so that no digits are lost.
     """
     values = part.values.to(part.wide or part.dtype)
-    count = torch.tensor(float(values.numel()), device=values.device)
+    count = torch.tensor(values.numel(), device=values.device)
     mean = values.mean() if values.numel() else values.new_zeros(())  # all ranks must exchange one dtype
     found = part.exchange(count, mean, (values - mean).abs().square().sum())
     counts, means, squares = found[:, 0].real, found[:, 1], found[:, 2].real

@@ -175,7 +175,7 @@ def _fields(call: Call, words: Any, count: int, bits: int, device: torch.device)
 
 
 def _encode_nf4(flat: Tensor) -> Tensor:
-    table = torch.tensor(NF4, device=flat.device)
+    table = torch.tensor(NF4, dtype=torch.float32, device=flat.device)
     bounds = (table[1:] + table[:-1]) / 2
     codes, maxima, scales = [], [], []
     for part in flat.split(_ENCODED_AT_ONCE):

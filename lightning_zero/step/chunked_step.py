@@ -206,7 +206,8 @@ class _ChunkSequence:
             return stored
         step = self._state.get("step")
         if not isinstance(step, Tensor):
-            step = self._state[ROUNDING_COUNT] = self._state.get(ROUNDING_COUNT, torch.zeros(())) + 1
+            before = self._state.get(ROUNDING_COUNT, torch.zeros((), dtype=torch.float32))
+            step = self._state[ROUNDING_COUNT] = before + 1
         if id(run) not in self._positions:
             self._positions[id(run)] = ElementPositions.from_members(run.members, device)
         at = self._positions[id(run)].part(chunk.begin, chunk.end)

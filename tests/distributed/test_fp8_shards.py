@@ -103,6 +103,20 @@ def variants(transport: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
     return found[0], found[1], found[2]
 
 
+def loss_under_bf16() -> float:
+    model = Model()
+    with engine_for(model, **SHARDS) as engine:
+        torch.set_default_dtype(torch.bfloat16)
+        with engine.train_step():
+            torch.set_default_dtype(torch.float32)
+            return loss_of(model, 0).item()
+
+
+def test_factors_are_float32_in_steps_of_bf16_true(ranks: Ranks) -> None:
+    # Lightning makes bfloat16 the default before such a step begins.
+    assert ranks.run(1, loss_under_bf16) == [pytest.approx(oracle()["losses"][0], rel=1e-5)]
+
+
 @pytest.mark.parametrize(
     ("world_size", "transport"), [(1, "collective"), (2, "collective"), (3, "collective"), (2, "copy"), (3, "copy")]
 )
