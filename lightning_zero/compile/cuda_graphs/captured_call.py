@@ -95,7 +95,7 @@ class CapturedCall:
         return outputs, token
 
     def with_known_outputs(self, computed: Sequence[Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return all outputs: those of :meth:`forward`, inputs that the code returns as they are, and detached ones.
+        """Return all outputs: those of :meth:`forward`, inputs returned as they are, and detached ones.
 
         ``self.count += 1`` with a buffer makes compiled code return the buffer.
         """
