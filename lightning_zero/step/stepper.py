@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -214,7 +213,6 @@ class OptimizerStepper:
         self._step_pre_hook: Any = None  # runs after users' pre-hooks
         self._begins_in_step = False  # the pre-hook has not run yet
         self._dropped_gradients = False  # by a step in this training step
-        self._dropped_hook: Any = None  # finds steps that nobody announces, as of `optimizers().optimizer`
 
     @property
     def layout(self) -> StepLayout | None:
@@ -284,12 +282,6 @@ class OptimizerStepper:
     def forward_begins(self) -> None:
         """Expect new gradients."""
         self._dropped_gradients = False
-        self._remove_dropped_hook()
-
-    def _remove_dropped_hook(self) -> None:
-        if self._dropped_hook is not None:
-            self._dropped_hook.remove()
-            self._dropped_hook = None
 
     def drop_captures(self) -> None:
         """Free captured steps. A step is captured again after one eager step."""
@@ -317,8 +309,14 @@ class OptimizerStepper:
             UnsupportedError: Gradients that this step uses again were dropped by an earlier one.
         """
         self.end()
-        self._remove_dropped_hook()
-        self._check_gradients()
+        if self._dropped_gradients and not any(
+            p.grad is not None for group in self._swap.own.groups for p in group["params"]
+        ):
+            raise UnsupportedError(
+                f"{type(self._optimizer).__name__}.step() was called twice after one backward. With grad_aliasing, "
+                "gradients use the memory of compute shards, which the first step has overwritten. Pass "
+                "Tuning(grad_aliasing=False), or compute the gradients again."
+            )
         self._choose_layouts()
         self._begins_in_step = not in_closure
 
@@ -332,16 +330,6 @@ class OptimizerStepper:
         if in_closure:
             self._begin(skip)
         self._step_pre_hook = self._optimizer.register_step_pre_hook(before_step)
-
-    def _check_gradients(self) -> None:
-        if self._dropped_gradients and not any(
-            p.grad is not None for group in self._swap.own.groups for p in group["params"]
-        ):
-            raise UnsupportedError(
-                f"{type(self._optimizer).__name__}.step() was called twice after one backward. With grad_aliasing, "
-                "gradients use the memory of compute shards, which the first step has overwritten. Pass "
-                "Tuning(grad_aliasing=False), or compute the gradients again."
-            )
 
     @without_shard_dispatch
     def check_own_step(self) -> None:
@@ -407,15 +395,6 @@ class OptimizerStepper:
             for run in self.layout.runs:
                 run.drop_aliased_gradient()
                 self._dropped_gradients |= run.aliases_compute_shard
-        if self._dropped_gradients and self._dropped_hook is None:
-            check = WeakMethod(self._check_gradients)  # the optimizer may outlive the engine
-
-            def check_if_alive(*_: Any) -> None:
-                method = check()
-                if method is not None:
-                    method()
-
-            self._dropped_hook = self._optimizer.register_step_pre_hook(check_if_alive)
         params = [param for group in own.groups for param in group["params"]]
         if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)
