@@ -256,7 +256,7 @@ def _opened(path: Path) -> Iterator[tuple[bool, int | None]]:
     exists, descriptor = True, None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         exists = False
     except OSError:
         pass

@@ -14,7 +14,7 @@ from tests.helpers.watched import step, watched
 
 SAVING = "save x.ckpt"
 
-REPORT_S, TIMEOUT_S = 2.0, 5.0
+REPORT_S, TIMEOUT_S = 2.0, 10.0  # of gloo, too: a shorter one may pass while a busy machine starts the ranks
 
 Found = Callable[[Callable[..., Any]], list[Any]]
 Told = tuple[str, str, float, float]
@@ -51,14 +51,14 @@ def _moves(checkpoints: Any, seconds: float) -> float:
 
 
 def goes_on() -> Told:
-    return _told(lambda checkpoints: checkpoints.ranks.run_on_rank0(SAVING, lambda: _moves(checkpoints, 8.0)))
+    return _told(lambda checkpoints: checkpoints.ranks.run_on_rank0(SAVING, lambda: _moves(checkpoints, TIMEOUT_S + 3)))
 
 
 def goes_on_after_its_last_gather() -> Told:
     """Copies to the host follow those from other devices: the other ranks are at the next place already."""
 
     def work(checkpoints: Any) -> float:
-        pause = _moves(checkpoints, 8.0) if dist.get_rank() == 0 else 0.0
+        pause = _moves(checkpoints, TIMEOUT_S + 3) if dist.get_rank() == 0 else 0.0
         checkpoints.ranks.run_on_rank0(SAVING, lambda: None)
         return pause
 
@@ -72,7 +72,7 @@ def test_a_task_may_take_longer_than_the_timeout(found: Found, work: Callable[[]
     for said, error, seconds, _ in outcomes:
         assert said == "" or pause > REPORT_S - 1
         assert error == "" or pause > TIMEOUT_S - 1
-        assert seconds > 7.0
+        assert seconds > TIMEOUT_S + 2
 
 
 def stops() -> Told:
@@ -81,7 +81,7 @@ def stops() -> Told:
             wrote(2**28)
             wrote(2**28)
             wrote(0)
-            for _ in range(200):  # as a disk that has gone
+            for _ in range(300):  # as a disk that has gone
                 time.sleep(0.1)
                 checkpoints.ranks._watchdog.check()
 
@@ -96,6 +96,6 @@ def test_one_that_stops_is_reported_with_how_far_it_is_and_ends_at_the_timeout(f
         assert "tries to save x.ckpt for" in text
         assert "saving x.ckpt (256.0 MiB of 1.00 GiB written)" in text
     assert "without progress for" in error
-    assert "A wait took longer than the timeout of 5 s. This is rank 1" in error
+    assert "A wait took longer than the timeout of 10 s. This is rank 1" in error
     assert "Missing: rank 0" in error
-    assert TIMEOUT_S < seconds < 18, "rank 0 goes on for 20 s"
+    assert TIMEOUT_S < seconds < 28, "rank 0 goes on for 30 s"
