@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults import processes, records
+from tests.faults import records
 from tests.faults.injector import output_of
 from tests.faults.records import Rank
 from tests.faults.spec import VARIABLE, Fault, Orders, Training
 from tests.helpers.ports import free_port
-from tests.ranks import nursery, report
+from tests.ranks import nursery, processes, report
 from tests.ranks.pool import PRELOAD, REPO
 
 __all__ = ["HOWS", "Job", "NeverReached", "Outcome"]

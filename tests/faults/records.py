@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults import processes
 from tests.faults.injector import events_of, output_of
-from tests.ranks import report
+from tests.ranks import processes, report
 
 __all__ = ["Rank", "fired"]
 
@@ -55,7 +54,7 @@ class Rank:
         """``process``: the rank's, where it is a child of ours."""
         self._read_events()
         before, self._looked_at = self._looked_at, time.monotonic()
-        if fired_at is not None and report.asleep(self.pid):
+        if fired_at is not None and processes.asleep(self.pid):
             self._slept += min(self._looked_at - before, LOOK_S)
         if not self.over:
             self._look_at_process(process)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults import processes
 from tests.faults.actions import ACTIONS, Planned, Skip
 from tests.faults.cases import CASES, GPU_CASES
 from tests.faults.injector import find
@@ -20,6 +19,7 @@ from tests.faults.points import POINTS
 from tests.faults.records import Rank
 from tests.faults.spec import Fault, Orders, Training
 from tests.faults.verdict import Case, about, judge, names
+from tests.ranks import processes
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import nursery, report, shared_gpu
+from tests.ranks import nursery, processes, report, shared_gpu
 from tests.ranks.report import RankDeadline, RankFailure
 
 __all__ = ["RankDeadline", "RankFailure", "RankPool", "Ranks", "serve_nurseries"]
@@ -297,7 +297,7 @@ class RankPool:
             passed = min(time.monotonic() - begun, 1.0)  # this process may have been stopped itself
             most -= passed
             pids = [self._ranks[i].process.pid for i in silent.values() if i not in words]
-            if not (graced or short) or all(map(report.asleep, pids)):
+            if not (graced or short) or all(map(processes.asleep, pids)):
                 left -= passed
             left = min(left, most)
             if not graced and any(kind in ("raised", "died") for kind, _ in words.values()):

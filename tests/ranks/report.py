@@ -44,14 +44,6 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def asleep(pid: int) -> bool:
-    """Return False for a process that would go on if it had a core, or the disk, or were not stopped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "RDT"
-    except OSError:
-        return True
-
-
 def request_stacks(stacks: dict[int, Path], wait: float = 10.0) -> None:
     """Have each process (pid -> file) write its stacks; return when the files stopped growing."""
     before = {pid: size(path) for pid, path in stacks.items()}

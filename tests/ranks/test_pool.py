@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import nursery
+from tests.ranks import nursery, processes
 from tests.ranks.pool import REPO, RankDeadline, RankFailure, RankPool
 
 
@@ -28,18 +28,10 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def gone(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"  # dead, only not yet reaped by init
-
-
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if all(map(gone, pids)):
+        if all(map(processes.ended, pids)):
             return True
         time.sleep(0.05)
     return False

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["command", "ended", "exit_code", "kill_session", "members"]
+__all__ = ["asleep", "command", "ended", "exit_code", "kill_session", "members"]
 
 STATE, SESSION, EXIT_CODE = 0, 3, 49  # in /proc/PID/stat, counted from the end of the name
 
@@ -24,6 +24,12 @@ def ended(pid: int) -> bool:
     """Include a process that was not waited for."""
     stat = _stat(pid)
     return stat is None or stat[STATE] in "ZX"
+
+
+def asleep(pid: int) -> bool:
+    """Return False for a process that would go on if it had a core, or the disk, or were not stopped."""
+    stat = _stat(pid)
+    return stat is None or stat[STATE] not in "RDT"
 
 
 def exit_code(pid: int) -> int | None:
