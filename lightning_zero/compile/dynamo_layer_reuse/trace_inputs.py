@@ -26,7 +26,7 @@ from lightning_zero.compat.dynamo import (
     is_mutated,
 )
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE
-from lightning_zero.compat.tensors import FakeTensor, size_key
+from lightning_zero.compat.tensors import FakeTensor, layout_key, size_key
 from lightning_zero.compile.capture.dynamo_graph import node_storage
 
 DEVICES = ("cpu", "cuda")
@@ -94,22 +94,19 @@ def fake_layout(value: Tensor | SymInt) -> tuple[Any, ...]:
 
     Calls on sizes of equal formulas add equal guards on the symbols.
     """
+    key: tuple[Any, ...]
     if isinstance(value, SymInt):
-        return ("size", *_size_keys([value]))
-    if type(value) is not FakeTensor:
+        key = "size", size_key(value)
+    elif type(value) is FakeTensor:
+        offset: Any = value.storage_offset()
+        if type(offset) is not int:
+            raise ReuseRejected("a symbolic offset")
+        key = *layout_key(value), offset, value.requires_grad, value.is_leaf, value.grad_fn is None
+    else:
         raise ReuseRejected("a tensor of another class")
-    offset: Any = value.storage_offset()
-    if type(offset) is not int:
-        raise ReuseRejected("a symbolic offset")
-    sizes = value.dim(), *_size_keys((*value.shape, *value.stride())), offset
-    return *sizes, value.dtype, value.device, value.requires_grad, value.is_leaf, value.grad_fn is None
-
-
-def _size_keys(sizes: Sequence[int | SymInt]) -> list[Any]:
-    keys = [size_key(size) for size in sizes]
-    if any(key is None for key in keys):
+    if None in key:
         raise ReuseRejected("sizes that depend on data")
-    return keys
+    return key
 
 
 def comparable(value: Any) -> Any:

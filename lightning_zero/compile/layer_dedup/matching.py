@@ -26,7 +26,7 @@ from lightning_zero.compat.graphs import (
     SET_GRAD_ENABLED,
     STATELESS_CALLS,
 )
-from lightning_zero.compat.tensors import CHECKPOINTS, SYMBOLIC, size_key
+from lightning_zero.compat.tensors import CHECKPOINTS, SYMBOLIC, layout_key, size_key
 from lightning_zero.compile.capture.dynamo_graph import mutated_inputs, node_storage
 from lightning_zero.compile.fx_utils import ForbidRandomOps
 from lightning_zero.compile.layer_dedup.hop_bodies import (
@@ -49,12 +49,11 @@ def describe_layout(value: Any) -> str | None:
     None for sizes that depend on data, subclasses and objects.
     """
     if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            return None
-        shape, stride = (tuple(map(size_key, sizes)) for sizes in (value.shape, value.stride()))
-        return None if None in shape + stride else f"{value.dtype}{shape}{stride}{value.device}{value.requires_grad}"
+        key = layout_key(value) if value.layout == torch.strided else (None,)
+        return None if None in key else f"{key}{value.requires_grad}"
     if isinstance(value, SYMBOLIC):
-        return None if size_key(value) is None else f"size {size_key(value)}"
+        formula = size_key(value)
+        return None if formula is None else f"size {formula}"
     if isinstance(value, tuple | list):
         parts = ["None" if part is None else describe_layout(part) for part in value]  # attention may return no weights
         return None if None in parts else f"[{','.join(map(str, parts))}]"
