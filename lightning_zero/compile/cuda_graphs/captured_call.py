@@ -100,6 +100,8 @@ class CapturedCall:
         ``self.count += 1`` with a buffer makes compiled code return the buffer.
         """
         inputs, detached, rest = self.pair.known.inputs, self.pair.known.detached, iter(computed)
+        if not inputs and not detached:
+            return tuple(computed)
         count = len(computed) + len(inputs) + len(detached)
         outputs = {n: args[inputs[n]] if n in inputs else next(rest) for n in range(count) if n not in detached}
         outputs |= {n: outputs[other].detach() for n, other in detached.items()}
