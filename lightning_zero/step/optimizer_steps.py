@@ -258,6 +258,14 @@ class OptimizerSteps:
         self._cycle.end_step(stepper, changed=stepper.end())
 
     @contextmanager
+    def _explaining_errors(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError) as error:
+            self.stepper(optimizer).explain_error(error)
+            raise
+
+    @contextmanager
     def stepping(
         self, optimizer: torch.optim.Optimizer, clip: float | None = None, skip: Tensor | None = None
     ) -> Iterator[Tensor | None]:
@@ -267,10 +275,8 @@ class OptimizerSteps:
             clip: Scale gradients to a global 2-norm of at most this. Yields the norm before, 0-dim on the device.
         """
         try:
-            yield self.begin(optimizer, skip, in_closure=False, clip=clip)
-        except (RuntimeError, ValueError, IndexError) as error:
-            self.stepper(optimizer).explain_error(error)
-            raise
+            with self._explaining_errors(optimizer):
+                yield self.begin(optimizer, skip, in_closure=False, clip=clip)
         finally:
             self.end(optimizer)
 
@@ -298,10 +304,8 @@ class OptimizerSteps:
         guard = StepGuard(lambda: self.stepper(optimizer).in_progress, check_other_step)
         hook = optimizer.register_step_pre_hook(guard)
         try:
-            yield wrap
-        except (RuntimeError, ValueError, IndexError) as error:
-            self.stepper(optimizer).explain_error(error)
-            raise
+            with self._explaining_errors(optimizer):
+                yield wrap
         finally:
             hook.remove()
             self.end(optimizer)
