@@ -109,10 +109,19 @@ class Module(L.LightningModule):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return self.net(batch[:, :-1], batch[:, 1:])
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.adamw8bit:
+            return torchao_peer.adamw8bit(self.parameters(), lr=1e-4, weight_decay=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
+
+
+class PeerModule(Module):
+    """Clip gradients for other strategies, and update torchao's. `Module` has no such hooks, like most users' modules."""
+
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        if not self.strategy.startswith("ddp"):
+        if self.strategy == "fsdp2":
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
             clip_by_hand(self, gradient_clip_val)
@@ -121,11 +130,6 @@ class Module(L.LightningModule):
         super().optimizer_step(*args, **kwargs)
         if self.torchao.fp8_gather:
             torchao_peer.after_step(self.net)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.adamw8bit:
-            return torchao_peer.adamw8bit(self.parameters(), lr=1e-4, weight_decay=0.1)
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
 
 
 class Losses(L.Callback):
@@ -237,7 +241,8 @@ def main() -> None:
             on_trace_ready=lambda p: traced(p, arguments.trace) if trainer.global_rank == 0 else None,
         )
         clock.profiler.start()
-    module = Module(
+    module_type = Module if arguments.strategy in ("zero3", "zero3_compile") else PeerModule
+    module = module_type(
         shape, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host, torchao, arguments.adamw8bit
     )
     start.begin = time.perf_counter()

@@ -52,6 +52,7 @@ from lightning_zero.optim.side_stream import SideStream
 from lightning_zero.optim.state_dtypes import round_state
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import AnyRule, Rule, needs_ranks, rule_for
+from lightning_zero.sharding.aliases import StorageSpan
 from lightning_zero.sharding.layout import STATE_BLOCK, as_real
 
 ROW_ELEMENTS = 8  # per thread: 95 registers for AdamW by ptxas, where 32 elements need 255 and spill
@@ -602,13 +603,32 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     options: dict[str, Any] = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
     # Inductor's caches need a ShapeEnv to find a graph again, although all sizes are static here.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    inputs = [mode.from_tensor(a, static_shapes=True) for a in arguments]
+    inputs = _fake_inputs(mode, arguments)
     if any(is_quantized(a.dtype) for a in arguments):
         with limit_row_elements(ROW_ELEMENTS):
             compiled: Any = lookup_backend("inductor")(graph, inputs, config_patches=options | {"compile_threads": 1})
     else:
         compiled = lookup_backend("inductor")(graph, inputs, config_patches=options)
     return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
+
+
+def _fake_inputs(mode: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return fake tensors that share a storage only if the tensors overlap.
+
+    Staged state of several dtypes lies in one buffer, and AOTAutograd refuses to mutate inputs of several dtypes in one
+    storage. A gradient that aliases a compute copy overlaps it, so that must stay known to the compiler.
+    """
+    spans = [StorageSpan(tensor) for tensor in tensors]
+
+    def fake(number: int, tensor: Tensor) -> Tensor:
+        span = spans[number]
+        if any(span.overlaps(other) for place, other in enumerate(spans) if place != number):
+            return mode.from_tensor(tensor, static_shapes=True)  # type: ignore[no-any-return]
+        with mode:  # the offset tells Inductor how the input is aligned
+            base = torch.empty(span.end // tensor.element_size(), dtype=tensor.dtype, device=tensor.device)
+            return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    return [fake(number, tensor) for number, tensor in enumerate(tensors)]
 
 
 def _setting(group: dict[str, Any], name: str) -> Any:

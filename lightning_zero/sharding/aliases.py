@@ -21,7 +21,7 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 
-class _StorageSpan:
+class StorageSpan:
     """Hold the byte range of a storage that a tensor's elements span."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -29,7 +29,7 @@ class _StorageSpan:
         self.begin = tensor.storage_offset() * tensor.element_size()
         self.end = self.begin + extent(tensor.size(), tensor.stride()) * tensor.element_size()
 
-    def overlaps(self, other: _StorageSpan) -> bool:
+    def overlaps(self, other: StorageSpan) -> bool:
         return self.storage == other.storage and self.begin < other.end and other.begin < self.end
 
 
@@ -39,11 +39,11 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedError if a parameter shares memory with another parameter object or a buffer."""
-    by_storage: dict[int, list[tuple[str, _StorageSpan]]] = {}
+    by_storage: dict[int, list[tuple[str, StorageSpan]]] = {}
     with no_shard_dispatch():
         for name, param in params.items():
             if _has_memory(param):
-                span = _StorageSpan(param)
+                span = StorageSpan(param)
                 for other, other_span in by_storage.setdefault(span.storage, []):
                     if span.overlaps(other_span):
                         raise UnsupportedError(
@@ -54,7 +54,7 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
                 by_storage[span.storage].append((name, span))
         for name, buffer in buffers.items():
             if type(buffer) is Tensor and is_strided(buffer) and _has_memory(buffer):
-                span = _StorageSpan(buffer)
+                span = StorageSpan(buffer)
                 for other, other_span in by_storage.get(span.storage, ()):
                     if span.overlaps(other_span):
                         raise UnsupportedError(
@@ -93,14 +93,14 @@ class Aliases:
     """Collect the former memory of parameters, and find the tensors in it after sharding."""
 
     def __init__(self) -> None:
-        self._registered: list[tuple[StorageWeakRef, _StorageSpan, ShardedParameter, tuple[Any, ...]]] = []
+        self._registered: list[tuple[StorageWeakRef, StorageSpan, ShardedParameter, tuple[Any, ...]]] = []
 
     def snapshot_memory(self, param: Tensor) -> Any:
         """Return a parameter's memory for :meth:`register`. Call it before that memory is replaced."""
         with no_shard_dispatch():
             if not _has_memory(param):
                 return None
-            return StorageWeakRef(param.untyped_storage()), _StorageSpan(param), _view_key(param)
+            return StorageWeakRef(param.untyped_storage()), StorageSpan(param), _view_key(param)
 
     def register(self, noted: Any, record: ShardedParameter) -> None:
         """Remember that the parameter of this record had the memory of this snapshot."""
@@ -114,7 +114,7 @@ class Aliases:
         self._registered.clear()
         if not alive:
             return
-        by_storage: dict[int, list[tuple[_StorageSpan, ShardedParameter, tuple[Any, ...]]]] = {}
+        by_storage: dict[int, list[tuple[StorageSpan, ShardedParameter, tuple[Any, ...]]]] = {}
         for storage, span, record, view_key in alive:
             by_storage.setdefault(storage.cdata, []).append((span, record, view_key))
         with no_shard_dispatch():
@@ -123,10 +123,10 @@ class Aliases:
 
     @staticmethod
     def _resolve(
-        tensor: Tensor, by_storage: Mapping[int, list[tuple[_StorageSpan, ShardedParameter, tuple[Any, ...]]]]
+        tensor: Tensor, by_storage: Mapping[int, list[tuple[StorageSpan, ShardedParameter, tuple[Any, ...]]]]
     ) -> None:
         try:
-            span = _StorageSpan(tensor) if _has_memory(tensor) else None
+            span = StorageSpan(tensor) if _has_memory(tensor) else None
         except (RuntimeError, NotImplementedError):  # a tensor without a storage
             return
         for other_span, record, view_key in by_storage.get(span.storage, ()) if span is not None else ():

@@ -65,7 +65,7 @@ def train_all(kind: str) -> dict[str, tuple[list[float], int]]:
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_replayed_training_is_that_of_eager_code_and_of_the_ops(ranks: Ranks, kind: str) -> None:
     needs_the_kernel()
-    found = ranks.run(1, train_all, kind, deadline=240)[0]
+    found = ranks.run(1, train_all, kind, backend="nccl", deadline=240)[0]
     for name in ("compiled", "ops"):
         losses, replayed = found[name]
         assert replayed > 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from lightning_zero.optim import step_kernel
 from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.step_kernel import StepKernel
 
@@ -149,3 +150,23 @@ def test_a_compiled_update_is_found_again_in_inductors_caches() -> None:
         found.append(dict(counters["inductor"]))
     assert found[1]["fxgraph_cache_hit"]
     assert not {"fxgraph_cache_miss", "fxgraph_cache_bypass"} & found[1].keys()
+
+
+def test_staged_state_of_several_dtypes_in_one_buffer_is_compiled() -> None:
+    buffer = torch.arange(96.0)
+    codes, scales = buffer.view(torch.uint8)[:64], buffer[16:80]
+    grad = torch.full((64,), 2.0)
+
+    def change(codes: Tensor, scales: Tensor, grad: Tensor, copy: Tensor) -> dict[str, Tensor]:
+        new = scales + grad
+        codes.copy_(new.to(torch.uint8))
+        scales.copy_(new)
+        copy.copy_(grad + new)
+        return {}
+
+    expected = scales + grad
+    step_kernel._compile(change, (codes, scales, grad, grad))(codes, scales, grad, grad)
+    assert torch.equal(scales, expected)
+    assert torch.equal(codes, expected.to(torch.uint8))
+    assert torch.equal(grad, 2 + expected)
+    assert buffer[80:].tolist() == list(range(80, 96))
