@@ -67,8 +67,9 @@ def _chain_and_first_use(node: Node, position: dict[Node, int]) -> tuple[list[No
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            follows = is_view_or_cast(user) or is_dequantize(user)
-            if follows and user.args[0] in chain and len(user.all_input_nodes) == 1:
+            # What dequantizes in fp8 also reads a number, which is computed before it.
+            follows = is_dequantize(user) or (is_view_or_cast(user) and len(user.all_input_nodes) == 1)
+            if follows and user.args[0] in chain:
                 if user not in chain:
                     chain[user] = None
                     pending.append(user)
