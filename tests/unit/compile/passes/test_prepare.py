@@ -12,6 +12,7 @@ from lightning_zero.compile.passes.prepare import (
     sink_gathers,
 )
 from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces
+from lightning_zero.sharding.weight_format import DEQUANTIZE, packed_words
 from tests.unit.compile.graphs import Builder, order
 
 BF16 = torch.bfloat16
@@ -129,6 +130,16 @@ def test_gathers_move_to_their_first_use_with_their_views() -> None:
     graph = sink_gathers(b.done(second))
     graph.lint()
     assert order(graph) == "gather(v) mm gather(w) t mm"
+
+
+def test_what_dequantizes_by_a_saved_number_moves_with_the_gather() -> None:
+    b = Builder()
+    w, factor, x = b.shard("w", dtype=torch.int32), b.input("factor"), b.input("x", 8, 8)
+    words = packed_words(8, 8, "nf4")
+    late = b.call(DEQUANTIZE, b.gather(w, words), [8, 8], torch.float32, "nf4", factor, True)
+    graph = sink_gathers(b.done(b.call(aten.mm.default, b.call(aten.sin.default, x), late)))
+    graph.lint()
+    assert order(graph) == "sin gather(w) dequantize(factor) mm"
 
 
 def test_the_first_of_several_uses_counts() -> None:
