@@ -78,7 +78,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _steps_of_others(code: CodeType) -> bool:
-    """Return True if each ``step`` is an attribute of ``self``, of a profiler or of a learning-rate scheduler."""
+    """Return True if each ``step`` is an attribute of ``self``, a profiler or a scheduler."""
     receiver: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.argval == "step" and not instruction.opname.startswith(("STORE", "LOAD_FAST")):
