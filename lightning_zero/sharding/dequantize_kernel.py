@@ -2,7 +2,7 @@
 
 A thread reads a word of codes, its maximum and its scale once for all elements of the word, and eager code needs no
 memory but the result's. Values are those of ``weight_format.decode``, to the bit. Kernels for fp8 multiply by a number
-before the cast, and those for its transpose read tiles of rows, so that both reads and writes are of whole sectors.
+before the cast. Transposes are written by tiles, so that threads read and write contiguous memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from lightning_zero.compat.triton_jit import jit, tl, triton
 WARPS = 4
 WORDS = 32 * WARPS
 INT8_ELEMENTS = 2048  # of one program
-# Rows and words of a tile that is written transposed. A thread writes 16 bytes of fp8, which are rows of one column, and
-# 8 threads read the 32 bytes of a sector.
-TILE_ROWS, TILE_WORDS = 64, 32
+# A tile of a weight that is written transposed: 128 contiguous bytes of codes of each row, and of fp8 of each column.
+TILE_ROWS, TILE_WORDS, TILE_WARPS = 128, 32, 8
 
 
 @jit
@@ -105,7 +104,8 @@ def _nf4_transposed(  # type: ignore[no-untyped-def]
     column_word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = (row < rows)[:, None] & (column_word < row_words)[None, :]
     word = row[:, None] * row_words + column_word[None, :]
-    codes = tl.load(packed_ptr + word, mask=inside, other=0)
+    # As int64, Triton 3.6 exchanges codes between threads, and otherwise eight times as many pointers into the table.
+    codes = tl.load(packed_ptr + word, mask=inside, other=0).to(tl.int64)
     block = word // BLOCK_WORDS
     maxima_ptr = (packed_ptr + maxima_begin).to(tl.pointer_type(tl.uint8))
     scales_ptr = (packed_ptr + scales_begin).to(tl.pointer_type(tl.float32))
@@ -172,13 +172,13 @@ def nf4_values(
     """
     words, maxima, scales = sizes[:3]
     begins = words, words + maxima, words + maxima + scales
-    constants = {"BLOCK_WORDS": 8, "BLOCKS_PER_SCALE": group, "STEP": 1 / levels**2, "num_warps": WARPS}
+    constants = {"BLOCK_WORDS": 8, "BLOCKS_PER_SCALE": group, "STEP": 1 / levels**2}
     if transposed and factor is not None and shape[1] % 8 == 0:
         return _by_tiles(_nf4_transposed, packed, factor, shape, dtype, shape[1] // 8, begins, constants)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     masked = words % WORDS != 0 or out.numel() % 8 != 0
     _nf4[(triton.cdiv(words, WORDS),)](
-        packed, factor, out, words, out.numel(), *begins, **constants, WORDS=WORDS, MASKED=masked
+        packed, factor, out, words, out.numel(), *begins, **constants, WORDS=WORDS, MASKED=masked, num_warps=WARPS
     )
     return out.t().contiguous() if transposed else out
 
@@ -199,13 +199,13 @@ def int8_values(
         transposed: return the transpose.
     """
     rows, columns = shape
-    constants = {"ZERO": levels, "STEP": 1 / levels, "num_warps": WARPS}
+    constants = {"ZERO": levels, "STEP": 1 / levels}
     begin = -(-rows * columns // 4)
     if transposed and factor is not None and columns % 4 == 0:
         return _by_tiles(_int8_transposed, packed, factor, shape, dtype, columns // 4, (begin,), constants)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     _int8[rows, triton.cdiv(columns, INT8_ELEMENTS)](
-        packed, factor, out, columns, begin, **constants, ELEMENTS=INT8_ELEMENTS
+        packed, factor, out, columns, begin, **constants, ELEMENTS=INT8_ELEMENTS, num_warps=WARPS
     )
     return out.t().contiguous() if transposed else out
 
@@ -224,6 +224,15 @@ def _by_tiles(
     rows, columns = shape
     out = torch.empty((columns, rows), dtype=dtype, device=packed.device)
     kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(row_words, TILE_WORDS)](
-        packed, factor, out, rows, row_words, *begins, **constants, ROWS=TILE_ROWS, WORDS=TILE_WORDS
+        packed,
+        factor,
+        out,
+        rows,
+        row_words,
+        *begins,
+        **constants,
+        ROWS=TILE_ROWS,
+        WORDS=TILE_WORDS,
+        num_warps=TILE_WARPS,
     )
     return out

@@ -289,9 +289,7 @@ def _dequantize(
     if kind == "int8":
         return dequantize_kernel.int8_values(packed, (rows, columns), dtype, LEVELS, factor, transposed)
     sizes = _nf4_sizes(-(-rows * columns // BLOCK))
-    return dequantize_kernel.nf4_values(
-        packed, (rows, columns), dtype, sizes, MAXIMA, SUPERBLOCK, factor, transposed
-    )
+    return dequantize_kernel.nf4_values(packed, (rows, columns), dtype, sizes, MAXIMA, SUPERBLOCK, factor, transposed)
 
 
 def _fake(
