@@ -126,7 +126,7 @@ def _product(
 
 
 def _whole_weights(graph: Graph) -> dict[Node, Node]:
-    """Return matrices that have all elements of a weight, with the weight's gather. Packed weights are dequantized."""
+    """Return matrices that have all elements of a weight, with the weight's gather."""
     found: dict[Node, Node] = {}
     for gather in gathers(graph):
         pending = [gather]
@@ -140,7 +140,7 @@ def _whole_weights(graph: Graph) -> dict[Node, Node]:
 
 
 def dequantization(matrix: Node) -> Node | None:
-    """Return the op that dequantizes a matrix, which is then cast and nothing else; None for other matrices."""
+    """Return the op that dequantizes a matrix, if only casts follow; None for other matrices."""
     while cast_dtype(matrix) is not None:
         [matrix] = matrix.all_input_nodes
     return matrix if is_dequantize(matrix) else None

@@ -164,7 +164,7 @@ def _saved_seconds(product: LinearProduct, by_row: bool) -> float:
 
 def _cast_seconds(operand: Operand, by_row: bool) -> float:
     if not by_row and dequantization(operand.source) is not None:
-        return 0.0  # what dequantizes the weight writes fp8 in place of 16 bits
+        return 0.0  # the kernel that dequantizes the weight writes fp8 in place of 16 bits
     elements = 1
     for size in operand.source.meta["val"].shape:
         elements *= size_hint(size)

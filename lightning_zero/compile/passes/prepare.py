@@ -67,7 +67,7 @@ def _chain_and_first_use(node: Node, position: dict[Node, int]) -> tuple[list[No
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            # What dequantizes in fp8 also reads a number, which is computed before it.
+            # Dequantization in fp8 also reads a number, which an earlier node computes.
             follows = is_dequantize(user) or (is_view_or_cast(user) and len(user.all_input_nodes) == 1)
             if follows and user.args[0] in chain:
                 if user not in chain:

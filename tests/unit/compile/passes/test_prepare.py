@@ -132,7 +132,7 @@ def test_gathers_move_to_their_first_use_with_their_views() -> None:
     assert order(graph) == "gather(v) mm gather(w) t mm"
 
 
-def test_what_dequantizes_by_a_saved_number_moves_with_the_gather() -> None:
+def test_dequantization_by_a_saved_number_moves_with_the_gather() -> None:
     b = Builder()
     w, factor, x = b.shard("w", dtype=torch.int32), b.input("factor"), b.input("x", 8, 8)
     words = packed_words(8, 8, "nf4")
