@@ -20,6 +20,7 @@ REDUCE = "reduce"
 # Key in the meta of a shard's graph input: kind of product -> "fp8", or why it stays in 16 bits. Inputs keep their meta
 # from the joint graph to forward and backward, and through Inductor's passes.
 LINEAR_PRODUCTS = "lightning_zero.linear_products"
+READ_IN_PLACE = "lightning_zero.read_in_place"  # key in the meta of a shard's graph input that is read without a gather
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
 
 _aten = torch.ops.aten
@@ -82,6 +83,18 @@ def shard_of(node: Node) -> Node:
 def weight_name(node: Node) -> str:
     """Return the parameter name of a gather or reduce; the input's name without Dynamo."""
     return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
+
+
+def may_read_shard(gather: Node) -> bool:
+    """Return True if the gather's result can be a view of the shard, where the shard is the whole weight.
+
+    A gather into the unsharded cache or in another dtype cannot. Neither can one in the shard's own shape: Inductor
+    would pass the parameter itself to kernels of torch, and backward would call the rules for users' code.
+    """
+    value = shard_of(gather).meta["val"]
+    if gather.args[2] != value.dtype or any(arg is not None for arg in gather.args[3:]):
+        return False
+    return list(gather.meta["val"].shape) != list(value.shape)
 
 
 def is_dequantize(node: Node) -> bool:

@@ -1,20 +1,23 @@
-"""Passes on single gathers and reduces before grouping: split, sink, share, merge, and fuse casts."""
+"""Passes on single gathers and reduces before grouping: split, sink, share, read in place, merge, and fuse casts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
-from lightning_zero.compat.tensors import wait_tensor
+from lightning_zero.compat.tensors import OpOverload, wait_tensor
 from lightning_zero.compile.fx_utils import (
+    READ_IN_PLACE,
     NodeReplacer,
     cast_dtype,
     gathers,
     is_dequantize,
     is_view_or_cast,
+    may_read_shard,
     narrowing_casts,
     ops,
     reduces,
@@ -102,6 +105,51 @@ def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
             travelled += size
         latest[key] = (node, travelled)
     return graph
+
+
+def read_in_place(graph: Graph) -> Graph:
+    """Replace gathers by views of their shards, in place, where each shard is the whole weight (one rank).
+
+    A weight that the graph returns stays a copy, because torch lets backward overwrite values that forward returns.
+    """
+    views = NodeReplacer(graph)
+    for node in gathers(graph):
+        shard = shard_of(node)
+        forms = _forms(node)
+        shard_shape = list(shard.meta["val"].shape)
+        if not may_read_shard(node) or any(_may_escape(form, shard_shape) for form in forms):
+            continue
+        numel, shape = node.meta["val"].numel(), list(node.meta["val"].shape)
+        with graph.inserting_before(node):
+            flat = _call(graph, torch.ops.aten.view.default, shard, [shard.meta["val"].numel()])
+            if shard.meta["val"].numel() > numel:
+                flat = _call(graph, torch.ops.aten.slice.Tensor, flat, 0, 0, numel)
+            weight = flat if len(shape) == 1 else _call(graph, torch.ops.aten.view.default, flat, shape)
+        weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
+        shard.meta[READ_IN_PLACE] = True
+        views.replace(node, weight)
+    views.done()
+    return graph
+
+
+def _forms(gather: Node) -> list[Node]:
+    """Return a gather with all views and casts of it."""
+    found = [gather]
+    for form in found:  # the list grows
+        found += [user for user in form.users if is_view_or_cast(user) and user not in found]
+    return found
+
+
+def _may_escape(form: Node, shard_shape: list[int]) -> bool:
+    """Return True if the graph returns this form of a weight, or if it could be taken for the shard itself."""
+    value = form.meta["val"]
+    return any(user.op == "output" for user in form.users) or list(getattr(value, "shape", ())) == shard_shape
+
+
+def _call(graph: Graph, target: OpOverload, source: Node, *args: Any) -> Node:
+    node = graph.call_function(target, (source, *args))
+    node.meta["val"] = target(source.meta["val"], *args)
+    return node
 
 
 def merge_reduces(graph: Graph) -> Graph:
