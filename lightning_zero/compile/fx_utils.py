@@ -88,13 +88,23 @@ def weight_name(node: Node) -> str:
 def may_read_shard(gather: Node) -> bool:
     """Return True if the gather's result can be a view of the shard, where the shard is the whole weight.
 
-    A gather into the unsharded cache or in another dtype cannot. Neither can one in the shard's own shape: Inductor
-    would pass the parameter itself to kernels of torch, and backward would call the rules for users' code.
+    A gather into the unsharded cache or in another dtype cannot. Neither can a form of the weight in the shard's own
+    shape. Inductor would pass the parameter itself to functions of torch, and in backward these would apply the rules
+    for users' code. Packed weights are passed to our op only.
     """
     value = shard_of(gather).meta["val"]
     if gather.args[2] != value.dtype or any(arg is not None for arg in gather.args[3:]):
         return False
-    return list(gather.meta["val"].shape) != list(value.shape)
+    packed = not (value.dtype.is_floating_point or value.dtype.is_complex)
+    return packed or all(_shape(form.meta["val"]) != _shape(value) for form in views_and_casts(gather))
+
+
+def views_and_casts(weight: Node) -> list[Node]:
+    """Return a node, and all views and casts of it and of each other."""
+    found = [weight]
+    for form in found:  # the list grows
+        found += [user for user in form.users if is_view_or_cast(user) and user not in found]
+    return found
 
 
 def is_dequantize(node: Node) -> bool:

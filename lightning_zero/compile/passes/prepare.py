@@ -20,9 +20,11 @@ from lightning_zero.compile.fx_utils import (
     may_read_shard,
     narrowing_casts,
     ops,
+    output_node,
     reduces,
     repeat_views,
     shard_of,
+    views_and_casts,
 )
 from lightning_zero.compile.passes.gather_groups import size_of
 
@@ -112,12 +114,10 @@ def read_in_place(graph: Graph) -> Graph:
 
     A weight that the graph returns stays a copy, because torch lets backward overwrite values that forward returns.
     """
-    views = NodeReplacer(graph)
+    views, output = NodeReplacer(graph), output_node(graph)
     for node in gathers(graph):
         shard = shard_of(node)
-        forms = _forms(node)
-        shard_shape = list(shard.meta["val"].shape)
-        if not may_read_shard(node) or any(_may_escape(form, shard_shape) for form in forms):
+        if not may_read_shard(node) or any(output in form.users for form in views_and_casts(node)):
             continue
         numel, shape = node.meta["val"].numel(), list(node.meta["val"].shape)
         with graph.inserting_before(node):
@@ -130,20 +130,6 @@ def read_in_place(graph: Graph) -> Graph:
         views.replace(node, weight)
     views.done()
     return graph
-
-
-def _forms(gather: Node) -> list[Node]:
-    """Return a gather with all views and casts of it."""
-    found = [gather]
-    for form in found:  # the list grows
-        found += [user for user in form.users if is_view_or_cast(user) and user not in found]
-    return found
-
-
-def _may_escape(form: Node, shard_shape: list[int]) -> bool:
-    """Return True if the graph returns this form of a weight, or if it could be taken for the shard itself."""
-    value = form.meta["val"]
-    return any(user.op == "output" for user in form.users) or list(getattr(value, "shape", ())) == shard_shape
 
 
 def _call(graph: Graph, target: OpOverload, source: Node, *args: Any) -> Node:
