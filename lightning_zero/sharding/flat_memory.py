@@ -491,7 +491,8 @@ class ShardMemory:
         """Allocate memory in which unsharded parameters stay until the optimizer steps.
 
         Their modules get views of it. May be repeated; other arguments replace the memory. Parameters of at most
-        ``small_bytes`` are left out unless the budget is infinite, and so are those that do not fit into the budget.
+        ``small_bytes`` are left out unless the budget is infinite, and so are those that do not fit into the budget. So
+        are those in the dtype of the shard if that is the whole weight, because graphs read it in place.
         """
         wanted = dtype, small_bytes, budget_bytes
         if wanted == self._unsharded_args or (self._unsharded_args is None and not budget_bytes):
@@ -506,6 +507,8 @@ class ShardMemory:
         for record in self._records.live:
             layout, used = _full_layout(record), _use_dtype(record, dtype)
             size = layout.shard_numel * used.itemsize
+            if record.layout.world_size == 1 and used == record.param.dtype:
+                continue
             if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
                 budget_bytes -= size
                 found.append((record, layout, used))
