@@ -99,7 +99,8 @@ def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
     both = ranks.run(world_size, train_both, backend, steps, **options)[0]
     for stage, (out, counters, nbytes) in zip(STAGES, both, strict=True):
         check(out, reference(world_size, steps))
-        assert counters["gather_bytes"] == nbytes
+        if world_size > 1:  # one rank keeps no copies of whole shards
+            assert counters["gather_bytes"] == nbytes
         reductions = 1 if stage == 1 and world_size > 1 else MICRO
         assert counters["reduce_bytes"] == reductions * nbytes
         assert counters.get("agreements", 0) == (reductions if world_size > 1 else 0)
