@@ -130,7 +130,10 @@ def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_siz
     for stage, (out, counters, nbytes) in zip(STAGES, both, strict=True):
         check(out, reference(world_size))
         reductions = 1 if stage == 1 else MICRO
-        assert counters["gather_bytes"] == nbytes
+        if ranks_per_host > 1:
+            assert counters["gather_bytes"] == nbytes
+        else:
+            assert counters["gather_bytes"] < nbytes, "shards that are whole weights are read in place"
         assert "gather_bytes_across" not in counters
         assert counters["reduce_bytes"] == reductions * nbytes
         assert counters["reduce_bytes_across"] == reductions * 2 * nbytes // ranks_per_host
