@@ -507,9 +507,8 @@ class ShardMemory:
         for record in self._records.live:
             layout, used = _full_layout(record), _use_dtype(record, dtype)
             size = layout.shard_numel * used.itemsize
-            if record.layout.world_size == 1 and used == record.param.dtype:
-                continue
-            if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
+            fits = record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes
+            if fits and not _is_read_in_place(record, used):
                 budget_bytes -= size
                 found.append((record, layout, used))
         existing = [self._existing_full_copy(record, used) for record, _, used in found]
@@ -530,10 +529,10 @@ class ShardMemory:
         return copy if is_full and copy is not None and copy.dtype == dtype else None
 
     def unsharded_bytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes of all unsharded parameters, with padding, in the dtypes of ``cache_unsharded``."""
-        return sum(
-            _full_layout(record).shard_numel * _use_dtype(record, dtype).itemsize for record in self._records.live
-        )
+        """Return the bytes of all unsharded copies, with padding, in the dtypes of ``cache_unsharded``."""
+        used = ((record, _use_dtype(record, dtype)) for record in self._records.live)
+        copied = ((record, own) for record, own in used if not _is_read_in_place(record, own))
+        return sum(_full_layout(record).shard_numel * own.itemsize for record, own in copied)
 
     def _free_unsharded(self) -> None:
         self._unsharded = None
@@ -571,6 +570,11 @@ def _same_slices(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:
 def _use_dtype(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
     own: torch.dtype = record.param.dtype
     return own if stays_full_precision(record) else compute_dtype_of(own, dtype)
+
+
+def _is_read_in_place(record: ShardedParameter, dtype: torch.dtype) -> bool:
+    """Return True if compiled code reads the shard itself, because it is the full parameter in the right dtype."""
+    return record.layout.world_size == 1 and dtype == record.param.dtype
 
 
 def _allocate_full_precision(
