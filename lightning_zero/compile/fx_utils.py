@@ -21,6 +21,7 @@ REDUCE = "reduce"
 # from the joint graph to forward and backward, and through Inductor's passes.
 LINEAR_PRODUCTS = "lightning_zero.linear_products"
 READ_IN_PLACE = "lightning_zero.read_in_place"  # key in the meta of a shard's graph input that is read without a gather
+ON_HOST = "lightning_zero.on_host"  # key in node.meta[CUSTOM] of gathers whose shards are in host memory
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
 
 _aten = torch.ops.aten
@@ -90,10 +91,12 @@ def may_read_shard(gather: Node) -> bool:
 
     A gather into the unsharded cache or in another dtype cannot. Neither can a form of the weight in the shard's own
     shape. Inductor would pass the parameter itself to functions of torch, and in backward these would apply the rules
-    for users' code. Packed weights are passed to our op only.
+    for users' code. Packed weights are passed to our op only. Each kernel would read a shard on the host over the link.
     """
     value = shard_of(gather).meta["val"]
     if gather.args[2] != value.dtype or any(arg is not None for arg in gather.args[3:]):
+        return False
+    if gather.meta.get(CUSTOM, {}).get(ON_HOST):
         return False
     packed = not (value.dtype.is_floating_point or value.dtype.is_complex)
     return packed or all(_shape(form.meta["val"]) != _shape(value) for form in views_and_casts(gather))

@@ -269,6 +269,7 @@ class ShardMemory:
         for record, view in zip(order, self.on_host.views, strict=True):
             self._move(record, view)
             record.on_host = self._host_masters.on_host(view)
+            record.spec.on_host = True
             self.executor.parameters.mark_on_host(record.index)
 
     def group_shards(

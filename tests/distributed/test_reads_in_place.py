@@ -168,3 +168,25 @@ def change_what_a_graph_returned() -> tuple[Tensor, Tensor]:
 def test_a_weight_that_a_graph_returns_is_a_copy(ranks: Ranks) -> None:
     [(before, after)] = ranks.run(1, change_what_a_graph_returned)
     assert torch.equal(before, after)
+
+
+def gathers_of_a_step(**options: Any) -> int:
+    model = build(Matrices)
+    with engine_for(model, compute_dtype=torch.bfloat16, **options) as engine:
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+        for batch in make_batches(Matrices, 3, SAMPLES):
+            engine.executor.reset_counters()
+            with engine.train_step():  # without autocast, in the dtype of master weights
+                loss = model.loss(batch)
+            loss.backward()
+            gathers = engine.executor.counters().get("gathers", 0)
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+        return gathers
+
+
+def test_shards_in_host_memory_are_not_read_in_place(ranks: Ranks) -> None:
+    """Each kernel would read them over the link."""
+    assert ranks.run(1, gathers_of_a_step)[0] == 0
+    assert ranks.run(1, gathers_of_a_step, offload=("optimizer", "parameters"))[0] >= 3
