@@ -65,14 +65,15 @@ EDITS: dict[int, Callable[[Engine, Any], None]] = {
 }
 
 
-def train(backend: str, in_place: bool, options: dict[str, Any]) -> dict[str, Any]:
+def train(backend: str, in_place: bool, options: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     model = build(Matrices)
     losses, gathered = [], []
-    with engine_for(model, backend, **options) as engine:
+    with engine_for(model, backend, device=device, **options) as engine:
         if not in_place:
             engine.session.disable_passes(["read_in_place"])
         optimizer = adamw(model)
-        for step, batch in enumerate(make_batches(Matrices, STEPS, SAMPLES)):
+        for step, on_cpu in enumerate(make_batches(Matrices, STEPS, SAMPLES)):
+            batch = on_cpu[0].to(device), on_cpu[1].to(device)
             if step in EDITS:
                 EDITS[step](engine, model)
             before = engine.executor.counters().get("gathers", 0)
