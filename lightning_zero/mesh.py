@@ -354,7 +354,7 @@ def _check_initialized() -> None:
 
 
 def check_backend(backends: str, device_type: str) -> None:
-    """Raise :class:`UnsupportedError` if the world's process group cannot gather weights of this device type.
+    """Raise :class:`UnsupportedError` if the world's process group cannot gather on this device type.
 
     Args:
         backends: backends by device type, as in ``dist.get_backend_config()``: ``"cpu:gloo,cuda:nccl"``.

@@ -574,7 +574,7 @@ def _use_dtype(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dty
 
 
 def _is_read_in_place(record: ShardedParameter, dtype: torch.dtype) -> bool:
-    """Return True if compiled code reads the shard itself, because it is the full parameter in the right dtype."""
+    """Return True if compiled code reads the shard itself: it is the full parameter, in this dtype."""
     return record.layout.world_size == 1 and dtype == record.param.dtype
 
 

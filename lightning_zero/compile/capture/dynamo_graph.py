@@ -35,7 +35,10 @@ _IN_PLACE = {
 
 
 def tag_weights(module: GraphModule, inputs: Sequence[Any]) -> list[str]:
-    """Store each weight's name in its gather's metadata, and if its shard is on the host. Return all names."""
+    """Tag gathers with their weights' names, and with shards on the host, and return all names.
+
+    See ``weight_name`` and ``may_read_shard``.
+    """
     names, given = [], _inputs(module, inputs)
     for gather, shard in _gathers(module):
         names.append(_name(shard))

@@ -1,4 +1,4 @@
-"""Passes on single gathers and reduces before grouping: split, sink, share, read in place, merge, and fuse casts."""
+"""Passes on single gathers and reduces before grouping: split, sink, share, read in place, merge, cast."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
 
 
 def read_in_place(graph: Graph) -> Graph:
-    """Replace gathers by views of their shards, in place, where each shard is the whole weight (one rank).
+    """Replace gathers by views of their shards, in place, if this rank holds whole weights.
 
     A weight that the graph returns stays a copy, because torch lets backward overwrite values that forward returns.
     """
