@@ -1,4 +1,4 @@
-"""Passes on single gathers and reduces before grouping: split, sink, share, read in place, merge, cast."""
+"""Passes on single gathers and reduces before grouping: split, sink, share, view, merge, cast."""
 
 from __future__ import annotations
 
