@@ -21,14 +21,14 @@ from lightning_zero.compat.modules import skip_code
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.adapted_parameters import DELTAS, adapted_property
 from lightning_zero.sharding.layout import inverse
-from lightning_zero.sharding.weight_format import WeightFormat, packed_words
+from lightning_zero.sharding.weight_format import WeightKind, packed_words
 from lightning_zero.sharding.weight_reader import WeightReader
 
 # Module attributes. Parameter name -> full shape, or None while the full parameter is installed;
 SHAPES = "_zero_shapes"
 # parameter name -> memory order of its dimensions, if it differs from their own order (channels_last);
 ORDERS = "_zero_orders"
-# parameter name -> format of a packed frozen weight;
+# parameter name -> kind and dtype of a packed frozen weight;
 FORMATS = "_zero_formats"
 # parameter name -> memory in which compiled code keeps the unsharded parameter until the optimizer steps.
 UNSHARDED_CACHE = "_zero_unsharded_cache"
@@ -200,8 +200,8 @@ class ClassCache:
         """Give ``module`` the subclass whose properties read ``names``."""
         self.check(module)
         original = getattr(type(module), "_zero_original_class", type(module))
-        formats: dict[str, WeightFormat] = module.__dict__.get(FORMATS, {})
-        packed = tuple(sorted((name, found.kind, found.dtype) for name, found in formats.items()))
+        formats: dict[str, tuple[WeightKind, torch.dtype]] = module.__dict__.get(FORMATS, {})
+        packed = tuple(sorted((name, *found) for name, found in formats.items()))
         key = (original, names, tuple(sorted(module.__dict__.get(DELTAS, ()))), packed)
         if key not in self._classes:
             self._classes[key] = _subclass(*key, self)

@@ -246,7 +246,7 @@ class Sharder:
         record.owners.append((module, key))
         module.__dict__.setdefault(SHAPES, {})[key] = tuple(record.shape)
         if record.format is not None:
-            module.__dict__.setdefault(FORMATS, {})[key] = record.format
+            module.__dict__.setdefault(FORMATS, {})[key] = (record.format.kind, record.format.dtype)
         if record.layout.order is not None:
             module.__dict__.setdefault(ORDERS, {})[key] = record.layout.order
         self._install_class(module)

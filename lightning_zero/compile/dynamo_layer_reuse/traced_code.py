@@ -36,6 +36,8 @@ from lightning_zero.compile.dynamo_layer_reuse.trace_guards import begins_at
 OPERATORS = {operator.is_, operator.is_not, operator.eq, operator.ne, operator.contains, id, hash}
 METHODS = {"index", "count", "remove", "__contains__", "__eq__", "__ne__"}
 OBJECTS = (ModuleVariable, ObjectVariable, TensorVariable, ListVariable, TupleVariable)
+# Types of values that may differ between layers that are built alike.
+MAY_DIFFER = (Tensor, nn.Module, dict)
 # Types of values that are equal in all layers under any name.
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
@@ -130,7 +132,7 @@ def watch_foreign_values(module: Source) -> Iterator[list[str]]:
             name: Any = getattr(known_variable(builder, value), "source", None)
             path = builder.source
             renamed = name is not None and name != path and not isinstance(value, _CODE)
-            if renamed and _maps_wrongly(name, path, module, isinstance(value, Tensor | nn.Module)):
+            if renamed and _maps_wrongly(name, path, module, isinstance(value, MAY_DIFFER)):
                 found.append(f"{path.name} is {name.name}")
             return plain(builder, value)
 
