@@ -91,7 +91,7 @@ def may_read_shard(gather: Node) -> bool:
 
     A gather into the unsharded cache or in another dtype cannot. Neither can a form of the weight in the shard's own
     shape. Inductor would pass the parameter itself to functions of torch, and in backward these would apply the rules
-    for users' code. Packed weights are passed to our op only. Each kernel would read a shard on the host over the link.
+    for users' code. Our op and slices read packed weights. Each kernel would read a shard on the host over the link.
     """
     value = shard_of(gather).meta["val"]
     if gather.args[2] != value.dtype or any(arg is not None for arg in gather.args[3:]):
