@@ -101,7 +101,7 @@ class Mesh:
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialized.
-            UnsupportedError: Hosts have different numbers of ranks.
+            UnsupportedError: Hosts have different numbers of ranks, or gloo would communicate for a GPU.
         """
         _check_initialized()
         return cls.from_parts([range(dist.get_world_size())], device, timeout, ranks_per_host, replicate)
@@ -131,10 +131,11 @@ class Mesh:
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialized.
-            UnsupportedError: Hosts have different numbers of ranks.
+            UnsupportedError: Hosts have different numbers of ranks, or gloo would communicate for a GPU.
             ValueError: A process of the world is in no part, or in several.
         """
         _check_initialized()
+        check_backend(dist.get_backend_config(), device.type)
         parts = [sorted(part) for part in parts]
         _check_parts(parts, dist.get_world_size())
         backend, me, mine = dist.get_backend(), dist.get_rank(), 0
@@ -350,6 +351,26 @@ def boot_id() -> str:
 def _check_initialized() -> None:
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised. Call torch.distributed.init_process_group() first.")
+
+
+def check_backend(backends: str, device_type: str) -> None:
+    """Raise :class:`UnsupportedError` if the world's process group cannot gather on this device type.
+
+    Args:
+        backends: backends by device type, as in ``dist.get_backend_config()``: ``"cpu:gloo,cuda:nccl"``.
+    """
+    backend = dict(part.partition(":")[::2] for part in backends.split(",")).get(device_type)
+    # gloo's coalesced all-gather reads device pointers on the host, which ends the process.
+    if device_type == "cpu" or backend not in (None, "gloo"):
+        return
+    default = dist.get_default_backend_for_device(device_type)
+    found = "has no backend for it" if backend is None else "uses gloo for it"
+    raise UnsupportedError(
+        f"The model is on a {device_type} device, but torch.distributed's process group {found} (backend "
+        f"{backends!r}). gloo gathers only weights on the CPU. Leave process_group_backend out, or pass "
+        f"process_group_backend='cpu:gloo,{device_type}:{default}'; without the strategy's own process group, call "
+        f"torch.distributed.init_process_group('cpu:gloo,{device_type}:{default}')."
+    )
 
 
 def _check_parts(parts: Sequence[Sequence[int]], world_size: int) -> None:

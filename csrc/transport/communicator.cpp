@@ -287,6 +287,16 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
 }
 
 Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
+  // A collective of one rank would start a copy for each weight.
+  if (size() == 1 && !jitter_rng_) {
+    for (auto* group : {&outputs, &inputs}) {
+      for (auto& tensor : *group) tensor = as_gathered(tensor);
+    }
+    return run([&] {
+      at::AutoDispatchBelowADInplaceOrView no_autograd;
+      tensors::copy_each(outputs, inputs);
+    });
+  }
   check_capturable("weights are gathered");
   jitter();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;

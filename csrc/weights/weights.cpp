@@ -130,9 +130,9 @@ void Weights::check_plan(const std::string& digest, const std::string& plan) {
     lock.lock();
     plans_.insert(digest);
   }
+  sync_edits_if_any();  // graphs on one rank may read shards without a gather
   if (!access_.is_shared())
     return;
-  sync_edits_if_any();
   note(GatherLog::Kind::GRAPH, at::kFloat, {});
   prefetcher_.begin_graph();
   access_.publish(/*all=*/false);

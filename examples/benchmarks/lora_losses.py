@@ -4,7 +4,8 @@
 
 A small Llama first learns bytes of this repository's Python files, as plain torch. Adapters of rank 16 then learn its
 pages. All formats train on the same batches from the same adapters, but for `dequantized, other batches`, which shows
-the noise. `dequantized` has the values of `nf4` as bfloat16 weights, and `bfloat16` those before quantization.
+the noise. `dequantized` has the values of `nf4` as bfloat16 weights, and `bfloat16` those before quantization. Formats
+that end in `, fp8` multiply frozen weights in fp8.
 """
 
 import argparse
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero import Tuning
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 from lightning_zero.sharding.weight_format import WeightFormat
 from state_formats import ROOT
 
-FORMATS = ("nf4", "int8", "dequantized", "dequantized, other batches", "bfloat16")
+FORMATS = ("nf4", "int8", "nf4, fp8", "int8, fp8", "dequantized", "dequantized, other batches", "bfloat16")
 HELD_OUT = 1 << 16  # bytes of each text
 EVALUATED = 20  # batches
 
@@ -116,7 +118,10 @@ class HeldOut(L.Callback):
 
 def finetune(base: nn.Module, form: str, text: Tensor, args: argparse.Namespace) -> tuple[dict[str, Any], list[float]]:
     begin, shape, held_out = time.perf_counter(), (args.batch, args.length), HeldOut()
-    options = {"frozen_dtype": form} if form in ("nf4", "int8") else {}
+    stored, _, products = form.partition(", ")
+    options: dict[str, Any] = {"frozen_dtype": stored} if stored in ("nf4", "int8") else {}
+    if products == "fp8":  # also of matrices whose casts would take longer
+        options |= {"linear_dtype": "fp8", "tuning": Tuning(fp8_min_gain=0, fp8_exclude=("*lora_*",))}
     module = Adapted(base, form)
     trainer = L.Trainer(
         strategy=ZeroStrategy(compile_backend=args.backend, **options),

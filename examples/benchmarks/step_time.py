@@ -116,7 +116,7 @@ class Module(L.LightningModule):
 
 
 class PeerModule(Module):
-    """Clip gradients for other strategies, and update torchao's. `Module` has no such hooks, like most users' modules."""
+    """Clip gradients for other strategies, and update torchao's layers. Most users' modules have no such hooks."""
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

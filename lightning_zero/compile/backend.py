@@ -46,7 +46,7 @@ from lightning_zero.compile.capture.dynamo_graph import (
     check_weight_edits,
     has_collectives,
     last_read,
-    tag_weight_names,
+    tag_weights,
 )
 from lightning_zero.compile.capture.masked_writes import replace_masked_writes
 from lightning_zero.compile.capture.recompile_reason import find_recompile_reason
@@ -146,7 +146,7 @@ class Compiler:
         inner = self._aot_eager if self._config.backend == "aot_eager" else self._inductor
 
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            names = tag_weight_names(module)
+            names = tag_weights(module, inputs)
             check_weight_edits(module)
             check_foreach_on_shards(module, inputs)
             if replaced := replace_masked_writes(module):

@@ -46,6 +46,11 @@ class PassContext:
     fp8_shards: bool = False
 
     @property
+    def reads_in_place(self) -> bool:
+        """Return True if this rank holds whole weights, so that graphs can read the shards themselves."""
+        return self.world_size == 1
+
+    @property
     def small_bytes(self) -> int:
         """Return the result of :func:`small_weight_bytes`."""
         return small_weight_bytes(self.config)

@@ -20,6 +20,8 @@ REDUCE = "reduce"
 # Key in the meta of a shard's graph input: kind of product -> "fp8", or why it stays in 16 bits. Inputs keep their meta
 # from the joint graph to forward and backward, and through Inductor's passes.
 LINEAR_PRODUCTS = "lightning_zero.linear_products"
+READ_IN_PLACE = "lightning_zero.read_in_place"  # key in the meta of a shard's graph input that is read without a gather
+ON_HOST = "lightning_zero.on_host"  # key in node.meta[CUSTOM] of gathers whose shards are in host memory
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
 
 _aten = torch.ops.aten
@@ -82,6 +84,30 @@ def shard_of(node: Node) -> Node:
 def weight_name(node: Node) -> str:
     """Return the parameter name of a gather or reduce; the input's name without Dynamo."""
     return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
+
+
+def may_read_shard(gather: Node) -> bool:
+    """Return True if the gather's result can be a view of the shard, where the shard is the whole weight.
+
+    A gather into the unsharded cache or in another dtype cannot. Neither can a form of the weight in the shard's own
+    shape. Inductor would pass the parameter itself to functions of torch, and in backward these would apply the rules
+    for users' code. Our op and slices read packed weights. Each kernel would read a shard on the host over the link.
+    """
+    value = shard_of(gather).meta["val"]
+    if gather.args[2] != value.dtype or any(arg is not None for arg in gather.args[3:]):
+        return False
+    if gather.meta.get(CUSTOM, {}).get(ON_HOST):
+        return False
+    packed = not (value.dtype.is_floating_point or value.dtype.is_complex)
+    return packed or all(_shape(form.meta["val"]) != _shape(value) for form in views_and_casts(gather))
+
+
+def views_and_casts(weight: Node) -> list[Node]:
+    """Return a node, and all views and casts of it and of each other."""
+    found = [weight]
+    for form in found:  # the list grows
+        found += [user for user in form.users if is_view_or_cast(user) and user not in found]
+    return found
 
 
 def is_dequantize(node: Node) -> bool:

@@ -425,7 +425,7 @@ class Options:
     )
     frozen_dtype: Literal["nf4", "int8"] | None = option(
         "Stores frozen weights of linear layers in 4 or 8 bits each, and gathers them so. Products compute in the "
-        "Trainer's precision. Default None: as the module has them.",
+        "Trainer's precision, or in fp8 with ``linear_dtype``. Default None: as the module has them.",
         default=None,
         on_change=OnChange.REFUSE,
         default_text="as the module has them",

@@ -106,7 +106,9 @@ def weight_spans(graph: Graph, context: PassContext) -> list[Span]:
     A group is gathered at the first use of the one before. A weight that the graph returns lives to the end.
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
-    uses = {form: _uses(form, position) for gather in gathers(graph) for form in _gathered_forms(gather)}
+    forms_of = ((gather, form) for gather in gathers(graph) for form in _gathered_forms(gather))
+    # One rank reads weights in their own dtype in place.
+    uses = {form: _uses(form, position) for g, form in forms_of if not (context.reads_in_place and form is g)}
     forms = sorted((form for form, at in uses.items() if at), key=lambda form: min(uses[form]))
     small = [form for form in forms if _bytes(form) <= context.small_bytes]
     large = [form for form in forms if _bytes(form) > context.small_bytes]

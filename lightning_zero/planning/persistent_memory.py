@@ -189,6 +189,8 @@ def _unsharded_cache_bytes(shards: Sequence[ParamShard], config: EngineConfig) -
     for s in shards:
         used = s.dtype if s.keeps_dtype else s.compute_dtype(config.compute_dtype if config.compile else None)
         full = replace(s.layout, world_size=1).shard_numel * s.layout.world_size * used.itemsize
+        if s.layout.world_size == 1 and used == s.dtype:
+            continue  # graphs read the shard itself
         if s.layout.numel * used.itemsize > small_bytes and full <= left:
             left -= full
             total += full

@@ -269,6 +269,7 @@ class ShardMemory:
         for record, view in zip(order, self.on_host.views, strict=True):
             self._move(record, view)
             record.on_host = self._host_masters.on_host(view)
+            record.spec.on_host = True
             self.executor.parameters.mark_on_host(record.index)
 
     def group_shards(
@@ -491,7 +492,8 @@ class ShardMemory:
         """Allocate memory in which unsharded parameters stay until the optimizer steps.
 
         Their modules get views of it. May be repeated; other arguments replace the memory. Parameters of at most
-        ``small_bytes`` are left out unless the budget is infinite, and so are those that do not fit into the budget.
+        ``small_bytes`` are left out unless the budget is infinite, and so are those that do not fit into the budget. So
+        are those in the dtype of the shard if that is the whole weight, because graphs read it in place.
         """
         wanted = dtype, small_bytes, budget_bytes
         if wanted == self._unsharded_args or (self._unsharded_args is None and not budget_bytes):
@@ -506,7 +508,8 @@ class ShardMemory:
         for record in self._records.live:
             layout, used = _full_layout(record), _use_dtype(record, dtype)
             size = layout.shard_numel * used.itemsize
-            if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
+            fits = record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes
+            if fits and not _is_read_in_place(record, used):
                 budget_bytes -= size
                 found.append((record, layout, used))
         existing = [self._existing_full_copy(record, used) for record, _, used in found]
@@ -527,10 +530,10 @@ class ShardMemory:
         return copy if is_full and copy is not None and copy.dtype == dtype else None
 
     def unsharded_bytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes of all unsharded parameters, with padding, in the dtypes of ``cache_unsharded``."""
-        return sum(
-            _full_layout(record).shard_numel * _use_dtype(record, dtype).itemsize for record in self._records.live
-        )
+        """Return the bytes of all unsharded copies, with padding, in the dtypes of ``cache_unsharded``."""
+        used = ((record, _use_dtype(record, dtype)) for record in self._records.live)
+        copied = ((record, own) for record, own in used if not _is_read_in_place(record, own))
+        return sum(_full_layout(record).shard_numel * own.itemsize for record, own in copied)
 
     def _free_unsharded(self) -> None:
         self._unsharded = None
@@ -568,6 +571,11 @@ def _same_slices(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:
 def _use_dtype(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
     own: torch.dtype = record.param.dtype
     return own if stays_full_precision(record) else compute_dtype_of(own, dtype)
+
+
+def _is_read_in_place(record: ShardedParameter, dtype: torch.dtype) -> bool:
+    """Return True if compiled code reads the shard itself: it is the full parameter, in this dtype."""
+    return record.layout.world_size == 1 and dtype == record.param.dtype
 
 
 def _allocate_full_precision(

@@ -67,6 +67,11 @@ class ShardedParameter:
         return self.memory[Role.MASTER_SHARD]
 
     @property
+    def unsharded(self) -> Tensor | None:
+        """Return a 1-D view of the full parameter in memory order; None if other ranks hold parts of it."""
+        return self.shard[: self.layout.numel] if self.layout.world_size == 1 else None
+
+    @property
     def shape(self) -> torch.Size:
         """Return the full parameter's shape."""
         return self.layout.shape if self.format is None else self.format.shape
@@ -174,7 +179,10 @@ def gather_full(record: ShardedParameter, dtype: torch.dtype | None = None) -> t
     shape = list(record.layout.memory_shape)
     with torch.no_grad(), no_shard_dispatch():
         if record.format is not None:
-            return record.format.decode(torch.ops.lightning_zero.gather(record.param, shape, torch.int32), dtype)
+            packed = record.unsharded
+            if packed is None:
+                packed = torch.ops.lightning_zero.gather(record.param, shape, torch.int32)
+            return record.format.decode(packed, dtype)
         dtype = dtype or record.param.dtype
         return record.layout.permute_from_memory(torch.ops.lightning_zero.gather(record.param, shape, dtype))
 

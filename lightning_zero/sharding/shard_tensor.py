@@ -217,6 +217,7 @@ class ShardSpec:
         on_read: called before user code reads or writes the shard; None to call nothing.
         on_cast: gives the parameter the full value of another dtype while its model is being built; None after that.
         storage_address: address of the storage that the shard is in.
+        on_host: the shard is in host memory.
     """
 
     name: str
@@ -230,6 +231,7 @@ class ShardSpec:
     on_read: Callable[[], None] | None = None
     on_cast: Callable[[Tensor], None] | None = None
     storage_address: int = 0
+    on_host: bool = False
     on_missing_grad: Callable[[], None] | None = None
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 

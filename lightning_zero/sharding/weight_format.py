@@ -3,7 +3,8 @@
 A packed weight is one 1-D int32 tensor, so it is sharded and gathered like any other parameter. Shards may cut blocks,
 because a weight is decoded after its all-gather. :func:`decode` defines the values. On a GPU, a kernel of
 ``dequantize_kernel.py`` computes them. Elsewhere eager code runs the ops of ``decode``, and a graph pass inserts them
-next to the product.
+next to the product. Products in fp8 read it in fp8, multiplied by a number. Its reciprocal follows from the last word,
+the largest absolute value of the decoded weight in float32.
 
 ``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4`. Their absolute maximum is the square of an 8-bit code,
 times a bfloat16 scale of 256 blocks. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
@@ -93,9 +94,9 @@ class WeightFormat:
 def packed_words(rows: int, columns: int, kind: str) -> int:
     """Return the number of int32 elements of a packed weight."""
     if kind == "int8":
-        return -(-rows * columns // 4) + rows
+        return -(-rows * columns // 4) + rows + 1
     blocks = -(-rows * columns // BLOCK)
-    return sum(_nf4_sizes(blocks))
+    return sum(_nf4_sizes(blocks)) + 1
 
 
 def _nf4_sizes(blocks: int) -> tuple[int, int, int, int]:
@@ -110,11 +111,38 @@ def _run(op: Any, *args: Any, **settings: Any) -> Any:
 # -- decoding
 
 
-def decode(call: Call, packed: Any, shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device) -> Any:
-    """Return the weight of a packed one; each op goes through ``call``."""
+def decode(
+    call: Call,
+    packed: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    kind: str,
+    device: torch.device,
+    factor: Any = None,
+    transposed: bool = False,
+) -> Any:
+    """Return the weight of a packed one; each op goes through ``call``.
+
+    Args:
+        factor: float32 number by which float32 values are multiplied before the cast to ``dtype``.
+        transposed: return the transpose, contiguous.
+    """
     rows, columns = shape
     find = _nf4_values if kind == "nf4" else _int8_values
-    return call(_prims.convert_element_type.default, find(call, packed, rows, columns, device), dtype)
+    values = find(call, packed, rows, columns, device)
+    if factor is not None:
+        values = call(_aten.mul.Tensor, values, factor)
+    values = call(_prims.convert_element_type.default, values, dtype)
+    if transposed:
+        turned = call(_aten.permute.default, values, [1, 0])
+        values = call(_aten.clone.default, turned, memory_format=torch.contiguous_format)
+    return values
+
+
+def largest_value(call: Call, packed: Any, words: int) -> Any:
+    """Return the largest absolute value of the float32 weight, a number; each op goes through ``call``."""
+    last = call(_aten.slice.Tensor, packed, 0, words - 1, words)
+    return call(_aten.view.default, call(_aten.view.dtype, last, torch.float32), [])
 
 
 def _nf4_values(call: Call, packed: Any, rows: int, columns: int, device: torch.device) -> Any:
@@ -177,32 +205,40 @@ def _fields(call: Call, words: Any, count: int, bits: int, device: torch.device)
 def _encode_nf4(flat: Tensor) -> Tensor:
     table = torch.tensor(NF4, dtype=torch.float32, device=flat.device)
     bounds = (table[1:] + table[:-1]) / 2
-    codes, maxima, scales = [], [], []
+    codes, maxima, scales, amax = [], [], [], []
     for part in flat.split(_ENCODED_AT_ONCE):
         blocks = _padded(part.float(), BLOCK).view(-1, BLOCK)
         largest = blocks.abs().amax(1)
         found = torch.bucketize(blocks / torch.where(largest > 0, largest, 1)[:, None], bounds, out_int32=True)
         grouped = _padded(largest, SUPERBLOCK).view(-1, SUPERBLOCK)
         scale = grouped.amax(1, keepdim=True).bfloat16().float()
-        level = _levels(grouped, scale, MAXIMA, squares=True).view(-1)[: len(largest)]
+        level = _levels(grouped, scale, MAXIMA, squares=True)
+        # As in decoding. Each block has the code of -1 or of 1, unless all of its values are zero.
+        amax.append((level.float() * level.float() * scale * (1 / MAXIMA**2)).amax())
+        level = level.view(-1)[: len(largest)]
         # A block whose maximum is rounded to zero has only zeros, so its codes must be those of zeros.
         found = torch.where((level == 0)[:, None], _ZERO, found)
         codes.append(_pack(found.view(-1), 4))
         maxima.append(level)
         scales.append(scale.view(-1))
     packed = [*codes, _pack(_padded(torch.cat(maxima), 4), 8), torch.cat(scales).view(torch.int32)]
-    return torch.cat([*packed, table.view(torch.int32)])
+    return torch.cat([*packed, table.view(torch.int32), _word(amax)])
 
 
 def _encode_int8(weight: Tensor) -> Tensor:
-    codes, scales = [], []
+    codes, scales, amax = [], [], []
     for part in weight.split(max(_ENCODED_AT_ONCE // weight.shape[1], 1)):
         rows = part.float()
         scale = rows.abs().amax(1, keepdim=True).bfloat16().float()
         codes.append((_levels(rows, scale) + LEVELS).to(torch.uint8).view(-1))
         scales.append(scale.view(-1))
+        amax.append((scale * LEVELS * (1 / LEVELS)).amax())  # as in decoding: each row has the largest code
     packed = _padded(torch.cat(codes), 4).view(-1, 4)
-    return torch.cat([_pack(packed.view(-1), 8), torch.cat(scales).view(torch.int32)])
+    return torch.cat([_pack(packed.view(-1), 8), torch.cat(scales).view(torch.int32), _word(amax)])
+
+
+def _word(amax: list[Tensor]) -> Tensor:
+    return torch.stack(amax).amax().view(1).view(torch.int32)
 
 
 def _levels(values: Tensor, scale: Tensor, most: int = LEVELS, squares: bool = False) -> Tensor:
@@ -232,22 +268,39 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 _NAMESPACE = "lightning_zero_weights"
 _LIBRARY = Library(_NAMESPACE, "DEF")
-_LIBRARY.define("dequantize(Tensor packed, int[] shape, ScalarType dtype, str kind) -> Tensor")
+_LIBRARY.define(
+    "dequantize(Tensor packed, int[] shape, ScalarType dtype, str kind, Tensor? factor=None, bool transposed=False) "
+    "-> Tensor"
+)
 DEQUANTIZE = torch.ops.lightning_zero_weights.dequantize.default
 
 
-def _dequantize(packed: Tensor, shape: list[int], dtype: torch.dtype, kind: str) -> Tensor:
+def _dequantize(
+    packed: Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    kind: str,
+    factor: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
     rows, columns = shape
     if not dequantize_kernel.is_available(packed.device):
-        return decode(_run, packed, (rows, columns), dtype, kind, packed.device)
+        return decode(_run, packed, (rows, columns), dtype, kind, packed.device, factor, transposed)
     if kind == "int8":
-        return dequantize_kernel.int8_values(packed, (rows, columns), dtype, LEVELS)
+        return dequantize_kernel.int8_values(packed, (rows, columns), dtype, LEVELS, factor, transposed)
     sizes = _nf4_sizes(-(-rows * columns // BLOCK))
-    return dequantize_kernel.nf4_values(packed, (rows, columns), dtype, sizes, MAXIMA, SUPERBLOCK)
+    return dequantize_kernel.nf4_values(packed, (rows, columns), dtype, sizes, MAXIMA, SUPERBLOCK, factor, transposed)
 
 
-def _fake(packed: Tensor, shape: list[int], dtype: torch.dtype, kind: str) -> Tensor:
-    return packed.new_empty(shape, dtype=dtype)
+def _fake(
+    packed: Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    kind: str,
+    factor: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    return packed.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
 
 
 _LIBRARY.impl("dequantize", _dequantize, "CompositeExplicitAutograd")

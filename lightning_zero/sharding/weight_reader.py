@@ -328,7 +328,9 @@ class WeightReader:
         record = self.find_record(param)
         self.note_read(param)
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            packed = torch.ops.lightning_zero.gather_eager(param, list(record.layout.shape), torch.int32)
+            packed = record.unsharded
+            if packed is None:
+                packed = torch.ops.lightning_zero.gather_eager(param, list(record.layout.shape), torch.int32)
         if not (self._forward and torch.is_grad_enabled()):
             return DequantizedWeight.of(record.format.decode(packed), param, self)
         # Autocast would cast a copy, which autograd would save as a tensor of its own.

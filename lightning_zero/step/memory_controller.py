@@ -279,16 +279,16 @@ class GradientPlacement:
             and not self._have_hooks()
         )
         moves = wanted != self.aliased and (wanted or self.automatic)
-        self._set_automatic(wanted)
+        self.automatic = wanted
         if moves:
             self.set_aliasing(wanted)
+        self._watch_readers()
         return moves
 
-    def _set_automatic(self, automatic: bool) -> None:
-        self.automatic = automatic
+    def _watch_readers(self) -> None:
         for record in self._sharder.records:
             # Executors hold parameters: a strong reference would be a cycle that is never collected.
-            record.spec.on_missing_grad = partial(_call, WeakMethod(self._warn_of_readers)) if automatic else None
+            record.spec.on_missing_grad = partial(_call, WeakMethod(self._warn_of_readers)) if self.aliased else None
 
     def _warn_of_readers(self) -> None:
         """Warn once that code which reads gradients after the step finds none."""
@@ -297,8 +297,8 @@ class GradientPlacement:
         for record in self._sharder.records:
             record.spec.on_missing_grad = None
         warnings.warn(
-            "`param.grad` is None after the optimizer step, because gradients use the memory of the compute copies on "
-            "one rank. Pass ZeroStrategy(tuning=Tuning(grad_aliasing=False)) to keep gradients until they are zeroed.",
+            "`param.grad` is None after the optimizer step, because gradients use the memory of the compute copies. "
+            "Pass ZeroStrategy(tuning=Tuning(grad_aliasing=False)) to keep gradients until they are zeroed.",
             stacklevel=6,
         )
 
@@ -332,6 +332,7 @@ class GradientPlacement:
         memory = self._sharder.memory
         allocated = bool(memory.tensors(Role.GRADIENT))
         memory.alias_gradients = aliased
+        self._watch_readers()
         if allocated:
             self._compiled.on_gradients_moved()
             self._drop_layouts()
@@ -359,7 +360,7 @@ class GradientPlacement:
         self.single_micro_batch = False
         saved = self.bytes_taken(False, None) - self.bytes_taken(True, config.compute_dtype)
         if self.automatic:
-            self._set_automatic(False)
+            self.automatic = False
             self.set_aliasing(False)
             self._session.progress.report(
                 "Several micro-batches share a step, so gradients have memory of their own from now on, "

@@ -63,9 +63,9 @@ def train_by_stages() -> list[dict[str, Any]]:
     return [train(), train(stage=1)]
 
 
-def oracle(fp8: bool = True, by_row: bool = False) -> dict[str, Any]:
+def oracle(fp8: bool = True, **settings: Any) -> dict[str, Any]:
     last = STEPS * ACCUMULATE - 1
-    return train_plain(lambda model, index: [evaluate(model)] if index == last else [], fp8, by_row=by_row)
+    return train_plain(lambda model, index: [evaluate(model)] if index == last else [], fp8, **settings)
 
 
 def reasons(plan: Plan, kind: str) -> dict[str, str]:
@@ -99,6 +99,33 @@ def test_training_with_a_scale_for_each_row_equals_an_eager_one(ranks: Ranks, wo
         assert_close_relative(found["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
         assert_close_relative(found["health"], expected["health"], 1e-6, atol=1e-12, what="health")
         assert f"fp8 rowwise: {len(FP8_LAYERS)} of" in found["summary"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "by_row", "options"),
+    [
+        (1, "nf4", False, {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
+        (2, "nf4", True, {}),
+        (2, "int8", False, {"prefetch": False}),
+    ],
+)
+def test_training_with_packed_frozen_weights_equals_an_eager_one(
+    ranks: Ranks, world_size: int, kind: Any, by_row: bool, options: dict[str, Any]
+) -> None:
+    expected = oracle(by_row=by_row, frozen_dtype=kind)
+    assert expected["losses"][1:] != oracle(by_row=by_row)["losses"][1:]
+    # A weight that is dequantized in fp8 has no shares of elements.
+    shares = () if by_row else ("frozen.weight/weight_underflow", "frozen.weight/weight_overflow")
+    del expected["params"]["frozen.weight"]  # codes
+    options = {"frozen_dtype": kind, "fp8_recipe": "rowwise" if by_row else "tensorwise", **options}
+    for found in ranks.run(world_size, train, deadline=180.0, fp8_health_every=1, **options):
+        assert_close_relative(found["losses"], expected["losses"], 1e-6, what="losses")
+        assert found["params"].pop("frozen.weight").dtype is torch.int32
+        assert_close_relative(found["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
+        numbers = {name: number for name, number in expected["health"].items() if name not in shares}
+        assert_close_relative(found["health"], numbers, 1e-6, atol=1e-12, what="health")
+        products = [linear for graph in found["plan"].graphs for linear in graph.linears if "frozen" in linear.weight]
+        assert {dtype for linear in products for _, dtype in linear.products} == {"fp8"}
 
 
 class Expert(nn.Module):

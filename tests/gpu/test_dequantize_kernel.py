@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_zero.sharding.dequantize_kernel import is_available
-from lightning_zero.sharding.weight_format import WeightFormat, decode
+from lightning_zero.sharding.weight_format import DEQUANTIZE, WeightFormat, decode, largest_value
 from tests.helpers.models import build, make_batches
 from tests.helpers.sharded import adamw, case_loss, engine_for
 from tests.ranks.pool import Ranks
@@ -35,6 +35,25 @@ def test_values_are_those_of_the_ops(kind: Any, dtype: torch.dtype) -> None:
             lambda op, *args, **settings: op(*args, **settings), packed, shape, dtype, kind, packed.device
         )
         assert torch.equal(packing.decode(packed), expected), shape
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_fp8_values_are_those_of_the_ops_in_both_layouts(kind: Any) -> None:
+    needs_the_kernel()
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs fp8")
+    torch.manual_seed(0)
+    for shape in [*SHAPES, (48, 272), (4096, 4096)]:
+        packing = WeightFormat(kind, torch.Size(shape), torch.float32)
+        packed = packing.encode(torch.randn(shape, device="cuda"))
+        run = lambda op, *args, **settings: op(*args, **settings)  # noqa: E731
+        factor = 448 / largest_value(run, packed, packing.words)
+        for transposed in (False, True):
+            arguments = packed, shape, torch.float8_e4m3fn, kind
+            expected = decode(run, *arguments, packed.device, factor, transposed)
+            found = DEQUANTIZE(*arguments, factor, transposed)
+            assert found.is_contiguous()
+            assert torch.equal(found.float(), expected.float()), (shape, transposed)
 
 
 def train(kind: str, backend: str, kernel: bool) -> tuple[list[float], int]:

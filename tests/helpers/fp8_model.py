@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.sharding.weight_format import WeightFormat, WeightKind
 from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
 from tests.helpers.sharded import sgd
 
@@ -77,6 +78,7 @@ def train_plain(
     fp8: bool = True,
     of_masters: bool = False,
     by_row: bool = False,
+    frozen_dtype: WeightKind | None = None,
 ) -> dict[str, Any]:
     """Train the plain model with the same casts. The first forward of an engine is not compiled.
 
@@ -85,11 +87,17 @@ def train_plain(
         fp8: Cast at all.
         of_masters: Cast master weights, not their compute copies.
         by_row: Scale rows and columns, not matrices.
+        frozen_dtype: Of the codes whose values the frozen weight has. Without ``by_row`` they are cast as float32.
 
     Returns:
         Losses, weights, and the health of fp8 layers in the last step.
     """
     model = with_fp8_layers(Model(), FP8_LAYERS)
+    if frozen_dtype is not None:
+        frozen = cast(Fp8Linear, model.get_submodule("frozen"))
+        packing = WeightFormat(frozen_dtype, frozen.weight.shape, torch.float32)
+        frozen.weight.data = packing.decode(packing.encode(frozen.weight))
+        frozen.of_masters = not by_row
     optimizer = sgd(model)
     losses = []
     Fp8Linear.of_masters, Fp8Linear.by_row = of_masters, by_row

@@ -76,7 +76,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not Fp8Linear.on:
             return super().forward(x)
-        weight = self.weight if Fp8Linear.of_masters else self.weight.bfloat16()
+        weight = self.weight if self.of_masters else self.weight.bfloat16()
         bias = None if self.bias is None else self.bias.bfloat16()
         with torch.autocast("cpu", enabled=False):
             rows = x.bfloat16().reshape(-1, x.shape[-1])

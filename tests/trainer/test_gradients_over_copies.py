@@ -254,7 +254,7 @@ def present(params: Any) -> list[bool]:
     return [param.grad is not None for param in params]
 
 
-def warnings_about_readers(reads: bool) -> tuple[list[str], list[bool]]:
+def warnings_about_readers(reads: bool, options: dict[str, Any]) -> tuple[list[str], list[bool]]:
     found: list[bool] = []
 
     class Reads(Regression):
@@ -265,16 +265,18 @@ def warnings_about_readers(reads: bool) -> tuple[list[str], list[bool]]:
     model = Reads()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer("compiled", strategy=make_strategy("compiled"), precision="bf16-mixed", max_epochs=1)
+        strategy = make_strategy("compiled", **options)
+        trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", max_epochs=1)
         trainer.fit(model, make_loader("compiled", 4))
     close(model)
     return [str(one.message) for one in caught if "after the optimizer step" in str(one.message)], found
 
 
-def test_code_that_finds_no_gradients_after_the_step_is_warned_once(ranks: Ranks) -> None:
-    ((messages, found),) = ranks.run(1, warnings_about_readers, True, deadline=120)
+@pytest.mark.parametrize("options", [{}, {OVER: True}], ids=["automatic", "by option"])
+def test_code_that_finds_no_gradients_after_the_step_is_warned_once(ranks: Ranks, options: dict[str, Any]) -> None:
+    ((messages, found),) = ranks.run(1, warnings_about_readers, True, options, deadline=120)
     assert found
     assert not any(found)
     assert len(messages) == 1
     assert "Tuning(grad_aliasing=False)" in messages[0]
-    assert ranks.run(1, warnings_about_readers, False, deadline=120) == [([], [])]
+    assert ranks.run(1, warnings_about_readers, False, options, deadline=120) == [([], [])]

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.mesh import Mesh, host_name, host_numbers, number_names
+from lightning_zero.mesh import Mesh, check_backend, host_name, host_numbers, number_names
 from tests.ranks.pool import Ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -207,6 +208,31 @@ def test_ranks_must_have_found_each_other() -> None:
     for make in (lambda: Mesh.from_world(CPU), lambda: Mesh.from_parts([[0]], CPU)):
         with pytest.raises(RuntimeError, match=r"Call torch.distributed.init_process_group\(\) first"):
             make()
+
+
+def gloo_for_a_gpu() -> None:
+    # The process group is the user's. Engines of Trainer and Fabric make their meshes here, too.
+    with pytest.raises(UnsupportedError, match=r"uses gloo for it .*init_process_group\('cpu:gloo,cuda:nccl'\)"):
+        Engine(GPU)
+
+
+def test_gloo_is_refused_for_a_gpu_before_anything_communicates(ranks: Ranks) -> None:
+    ranks.run(1, gloo_for_a_gpu)
+
+
+@pytest.mark.parametrize(
+    ("backends", "words"),
+    [("cpu:gloo,cuda:gloo", "uses gloo"), ("cpu:gloo", "has no backend"), ("cuda:gloo,cpu:gloo", "uses gloo")],
+)
+def test_process_groups_without_a_backend_for_the_gpu_are_refused(backends: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{words} .*process_group_backend='cpu:gloo,cuda:nccl'"):
+        check_backend(backends, "cuda")
+    check_backend(backends, "cpu")
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cuda:nccl", "cpu:fake,cuda:fake"])
+def test_other_backends_are_accepted_for_a_gpu(backends: str) -> None:
+    check_backend(backends, "cuda")
 
 
 def test_hosts_are_numbered_as_they_come() -> None:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG
 from lightning_zero.compat.tensors import CHECKPOINTS, OpOverload, OpOverloadPacket, storage_key
-from lightning_zero.compile.fx_utils import WEIGHT
+from lightning_zero.compile.fx_utils import ON_HOST, WEIGHT
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.ops import NAMESPACE
 from lightning_zero.sharding.shard_tensor import ShardSpec
@@ -34,20 +34,29 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def tag_weight_names(module: GraphModule) -> list[str]:
-    """Store the parameter's name in each gather's metadata and return all names; see ``weight_name``."""
-    names = []
+def tag_weights(module: GraphModule, inputs: Sequence[Any]) -> list[str]:
+    """Tag gathers with their weights' names, and with shards on the host, and return all names.
+
+    See ``weight_name`` and ``may_read_shard``.
+    """
+    names, given = [], _inputs(module, inputs)
     for gather, shard in _gathers(module):
         names.append(_name(shard))
         gather.meta[CUSTOM] = {**gather.meta.get(CUSTOM, {}), WEIGHT: names[-1]}
+        spec: ShardSpec | None = getattr(given.get(shard), "_zero_spec", None)
+        if spec is not None and spec.on_host:
+            gather.meta[CUSTOM][ON_HOST] = True
     return names
 
 
 def last_read(module: GraphModule, inputs: Sequence[Any]) -> Any:
     """Return the graph input (a shard) of the last gather; None without gathers."""
-    given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False))
     found = list(_gathers(module))
-    return given.get(found[-1][1]) if found else None
+    return _inputs(module, inputs).get(found[-1][1]) if found else None
+
+
+def _inputs(module: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
+    return dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False))
 
 
 def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) -> Iterator[tuple[Node, Node]]:

@@ -138,7 +138,7 @@ def _layouts(tensors: dict[str, Tensor | None]) -> list[Any]:
 
 
 def _is_alike(one: Any, other: Any, must_be_equal: bool) -> bool:
-    """Return True for equal values. Plain values, also in dicts, have guards and may differ unless ``must_be_equal``."""
+    """Return True for equal values. Plain ones, also in dicts, are guarded: they may differ unless they must not."""
     if one is other:
         return True
     if not must_be_equal and isinstance(one, PLAIN) and isinstance(other, PLAIN):

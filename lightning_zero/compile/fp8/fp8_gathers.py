@@ -68,10 +68,11 @@ def _is_read_only_by(products: AbstractSet[Node], gather: Node, source: Node) ->
     return True
 
 
-def erase_unread(graph: Graph, gather: Node) -> None:
-    """Erase a gather that only its own views and casts read."""
-    found = [gather]
+def erase_unread(graph: Graph, weight: Node) -> None:
+    """Erase a weight if only its own views and casts read it."""
+    found = [weight]
     for node in found:  # the list grows
         found += node.users
-    for node in dict.fromkeys(reversed(found)):
-        graph.erase_node(node)
+    if all(node is weight or node.target in TRANSPOSES or cast_dtype(node) is not None for node in found):
+        for node in dict.fromkeys(reversed(found)):
+            graph.erase_node(node)

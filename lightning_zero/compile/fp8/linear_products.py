@@ -17,7 +17,17 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
-from lightning_zero.compile.fx_utils import REDUCE, TRANSPOSES, calls, gathers, is_view_or_cast, shard_of, weight_name
+from lightning_zero.compile.fx_utils import (
+    REDUCE,
+    TRANSPOSES,
+    calls,
+    cast_dtype,
+    gathers,
+    is_dequantize,
+    is_view_or_cast,
+    shard_of,
+    weight_name,
+)
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.compile.subgraphs.node_kinds import is_kernel
 
@@ -125,8 +135,15 @@ def _whole_weights(graph: Graph) -> dict[Node, Node]:
             if node in found:
                 continue
             found[node] = gather
-            pending += [user for user in node.users if _keeps_elements(user, node)]
+            pending += [user for user in node.users if is_dequantize(user) or _keeps_elements(user, node)]
     return found
+
+
+def dequantization(matrix: Node) -> Node | None:
+    """Return the op that dequantizes a matrix, if only casts follow; None for other matrices."""
+    while cast_dtype(matrix) is not None:
+        [matrix] = matrix.all_input_nodes
+    return matrix if is_dequantize(matrix) else None
 
 
 def _keeps_elements(user: Node, source: Node) -> bool:

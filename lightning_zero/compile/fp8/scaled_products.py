@@ -4,7 +4,8 @@ A cast is a few elementwise ops and a maximum, which Inductor fuses with the ker
 scale for each matrix, an operand that two products read is cast once. With one for each row or column, an operand is
 cast for each side that it is contracted along.
 
-Backward casts a weight from its gathered bytes again, so no fp8 copy of it stays in memory. Scales are saved.
+Backward casts a weight from its gathered bytes again, so no fp8 copy of it stays in memory. Scales are saved. A packed
+frozen weight is dequantized in fp8, in the layout of each product, by the scale that its bytes have.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
 from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher
 from lightning_zero.compile.fp8.fp8_gathers import WEIGHT_FACTOR, erase_unread
 from lightning_zero.compile.fp8.health_numbers import insert_health, insert_shares
-from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind
+from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind, dequantization
 from lightning_zero.compile.fx_utils import ops, weight_nodes
 from lightning_zero.compile.partitioner.partition import OUTSIDE
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
 from lightning_zero.sharding.fp8_health import MATRICES
+from lightning_zero.sharding.weight_format import DEQUANTIZE, largest_value
 
 _aten = torch.ops.aten
 _permute = _aten.permute.default
@@ -91,8 +93,8 @@ def scale_products(
         casts.results[product.node] = result
     for product in chosen:
         graph.erase_node(product.node)
-    for gather in dict.fromkeys(gathered.values()):
-        erase_unread(graph, gather)
+    for weight in dict.fromkeys([*gathered.values(), *casts.dequantized]):
+        erase_unread(graph, weight)
     return graph
 
 
@@ -112,6 +114,7 @@ class _Casts:
 
     Attributes:
         results: replaced products, which later ones may read, and the nodes that replace them.
+        dequantized: packed weights in 16 bits, which fp8 products do not read.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class _Casts:
     ) -> None:
         self._graph, self._insert, self._recipe, self._gathered = graph, insert, recipe, gathered
         self.results: dict[Node, Node] = {}
+        self.dequantized: list[Node] = []
         self._weights, self._backward = weight_nodes(graph), backward_nodes(graph)
         self._notes_health = recipe.health and bool(self._backward)
         self._policies: dict[Node, dict[str, Any]] = {}
@@ -133,6 +137,7 @@ class _Casts:
         self._inverse_scales: dict[_Key, Node] = {}
         self._cast: dict[_Key, Node] = {}
         self._transposed: dict[_Key, Node] = {}
+        self._factors: dict[_Key, Node] = {}
 
     def rows(self, product: LinearProduct, place: int) -> _Fp8Matrix:
         """Return an operand, with contiguous rows."""
@@ -147,6 +152,9 @@ class _Casts:
     def _in_layout(self, product: LinearProduct, place: int, transposed: bool) -> _Fp8Matrix:
         """Return the source of an operand, or its transpose, with contiguous rows."""
         key = product.operands[place].source, self._dtype(product, place), self._contracted(transposed)
+        packed = None if self._recipe.by_row else dequantization(key[0])
+        if packed is not None:
+            return self._dequantize(key, packed, product, transposed)
         if key not in self._cast:
             self._add(key, product, place)
         if transposed and key not in self._transposed:
@@ -223,6 +231,28 @@ class _Casts:
         weight.meta = {**gather.meta, **tags, "val": weight.meta["val"]}
         factor.meta |= {AC_GRAPH_ID: OUTSIDE, RECOMPUTE: CheckpointPolicy.MUST_SAVE}
         self._inverse_scales[key], self._cast[key] = factor, weight
+
+    def _dequantize(self, key: _Key, whole: Node, product: LinearProduct, transposed: bool) -> _Fp8Matrix:
+        source, dtype, _ = key
+        packed, shape, _, kind, *_ = whole.args
+        known = self._transposed if transposed else self._cast
+        call, largest = self._insert.call, torch.finfo(dtype).max
+        with self._graph.inserting_before(product.node):
+            if key not in self._factors:
+                self.dequantized.append(whole)
+                amax = largest_value(call, packed, packed.meta["val"].shape[0])  # type: ignore[union-attr]
+                inverse = call(_aten.mul.Tensor, call(_aten.clamp_min.default, amax, MIN_AMAX), 1 / largest)
+                self._factors[key] = used = call(_aten.reciprocal.default, inverse)
+                if self._notes_health:
+                    row = MATRICES.index("weight")
+                    inverse = insert_health(call, inverse, amax, (None, None), product.shard, row)
+                self._inverse_scales[key] = inverse
+                for node in (inverse, used):
+                    node.meta |= {AC_GRAPH_ID: OUTSIDE, RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+            if key not in known:
+                known[key] = call(DEQUANTIZE, packed, shape, dtype, kind, self._factors[key], transposed)
+                known[key].meta |= self._policy(source)
+        return _Fp8Matrix(known[key], self._inverse_scales[key])
 
     def _policy(self, source: Node) -> dict[str, Any]:
         """Return the meta that decides whether backward recomputes a cast.

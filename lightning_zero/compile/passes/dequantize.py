@@ -43,14 +43,14 @@ def narrow_dequantized(graph: Graph) -> Graph:
 def expand_dequantized(graph: Graph) -> Graph:
     """Replace each op that dequantizes a weight by elementwise ops, in place, if no kernel computes it."""
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
-        packed, shape, dtype, kind = node.args
+        packed, shape, dtype, kind, *rest = node.args
         assert isinstance(packed, Node)
         value = packed.meta["val"]
         if is_available(value.device):
             continue
         call = _Inserter(graph, getattr(value, "fake_mode", None))
         with graph.inserting_before(node):
-            weight = decode(call, packed, tuple(shape), dtype, str(kind), value.device)  # type: ignore[arg-type]
+            weight = decode(call, packed, tuple(shape), dtype, str(kind), value.device, *rest)  # type: ignore[arg-type]
         weight.meta = {**node.meta, "val": weight.meta["val"]}
         node.replace_all_uses_with(weight)
         graph.erase_node(node)

@@ -9,7 +9,14 @@ from lightning_zero.compile.context import GROUPS_PER_GRAPH, MAX_OFFLOAD_BYTES_I
 from lightning_zero.compile.passes.activation_offload import HostCosts, OffloadLimits, place_offloads
 from lightning_zero.compile.passes.base import PassSpec
 from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_unsharded_cache
-from lightning_zero.compile.passes.prepare import fuse_casts, merge_reduces, share_gathers, sink_gathers, split_gathers
+from lightning_zero.compile.passes.prepare import (
+    fuse_casts,
+    merge_reduces,
+    read_in_place,
+    share_gathers,
+    sink_gathers,
+    split_gathers,
+)
 from lightning_zero.compile.passes.publish_plan import publish_plan
 from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces, zero_copy_gradients
 from lightning_zero.compile.passes.saved_weights import SavedLimits
@@ -17,6 +24,7 @@ from lightning_zero.compile.passes.saved_weights import SavedLimits
 PUBLISH_PLAN = PassSpec(
     "publish_plan", publish_plan, requires=frozenset({"started", "enqueued"}), provides=frozenset({"published"})
 )
+READ_IN_PLACE = PassSpec("read_in_place", read_in_place, conflicts=frozenset({"started"}))
 ENQUEUE_GRADIENTS = PassSpec("enqueue_gradients", enqueue_gradients, provides=frozenset({"enqueued"}))
 
 ZERO_COPY_GRADIENTS = PassSpec("zero_copy_gradients", zero_copy_gradients, requires=frozenset({"enqueued"}))
@@ -37,6 +45,7 @@ def saved_limits(context: PassContext) -> SavedLimits:
         context.group_bytes if context.backward_follows and config.prefetch else 0,
         GROUPS_PER_GRAPH,
         context.saved_share,
+        context.reads_in_place,
     )
 
 
@@ -59,7 +68,7 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
     """Return the passes for these options; without ``prefetch`` each weight is gathered alone at its use."""
     config = context.config
     if not config.prefetch:
-        return MINIMAL_PASSES
+        return (READ_IN_PLACE, *MINIMAL_PASSES) if context.reads_in_place else MINIMAL_PASSES
     limits = GroupLimits(context.group_bytes, context.small_bytes, GROUPS_PER_GRAPH, FIRST_GROUPS)
     unstarted = frozenset({"started"})
     group = partial(
@@ -85,6 +94,7 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             requires=frozenset({"ordered"}),
             conflicts=unstarted,
         ),
+        *([READ_IN_PLACE] if context.reads_in_place else []),
         PassSpec("group_gathers", group, requires=frozenset({"ordered"}), provides=unstarted, conflicts=unstarted),
         PassSpec("merge_reduces", merge_reduces, conflicts=frozenset({"enqueued"})),
         ENQUEUE_GRADIENTS,

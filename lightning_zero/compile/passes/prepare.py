@@ -1,25 +1,30 @@
-"""Passes on single gathers and reduces before grouping: split, sink, share, merge, and fuse casts."""
+"""Passes on single gathers and reduces before grouping: split, sink, share, view, merge, cast."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
-from lightning_zero.compat.tensors import wait_tensor
+from lightning_zero.compat.tensors import OpOverload, wait_tensor
 from lightning_zero.compile.fx_utils import (
+    READ_IN_PLACE,
     NodeReplacer,
     cast_dtype,
     gathers,
     is_dequantize,
     is_view_or_cast,
+    may_read_shard,
     narrowing_casts,
     ops,
+    output_node,
     reduces,
     repeat_views,
     shard_of,
+    views_and_casts,
 )
 from lightning_zero.compile.passes.gather_groups import size_of
 
@@ -67,8 +72,9 @@ def _chain_and_first_use(node: Node, position: dict[Node, int]) -> tuple[list[No
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            follows = is_view_or_cast(user) or is_dequantize(user)
-            if follows and user.args[0] in chain and len(user.all_input_nodes) == 1:
+            # Dequantization in fp8 also reads a number, which an earlier node computes.
+            follows = is_dequantize(user) or (is_view_or_cast(user) and len(user.all_input_nodes) == 1)
+            if follows and user.args[0] in chain:
                 if user not in chain:
                     chain[user] = None
                     pending.append(user)
@@ -102,6 +108,35 @@ def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
             travelled += size
         latest[key] = (node, travelled)
     return graph
+
+
+def read_in_place(graph: Graph) -> Graph:
+    """Replace gathers by views of their shards, in place, if this rank holds whole weights.
+
+    A weight that the graph returns stays a copy, because torch lets backward overwrite values that forward returns.
+    """
+    views, output = NodeReplacer(graph), output_node(graph)
+    for node in gathers(graph):
+        shard = shard_of(node)
+        if not may_read_shard(node) or any(output in form.users for form in views_and_casts(node)):
+            continue
+        numel, shape = node.meta["val"].numel(), list(node.meta["val"].shape)
+        with graph.inserting_before(node):
+            flat = _call(graph, torch.ops.aten.view.default, shard, [shard.meta["val"].numel()])
+            if shard.meta["val"].numel() > numel:
+                flat = _call(graph, torch.ops.aten.slice.Tensor, flat, 0, 0, numel)
+            weight = flat if len(shape) == 1 else _call(graph, torch.ops.aten.view.default, flat, shape)
+        weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
+        shard.meta[READ_IN_PLACE] = True
+        views.replace(node, weight)
+    views.done()
+    return graph
+
+
+def _call(graph: Graph, target: OpOverload, source: Node, *args: Any) -> Node:
+    node = graph.call_function(target, (source, *args))
+    node.meta["val"] = target(source.meta["val"], *args)
+    return node
 
 
 def merge_reduces(graph: Graph) -> Graph:

@@ -16,7 +16,15 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.fx_utils import LINEAR_PRODUCTS, first_call, graph_kind, nodes_in_role, ops, weight_name
+from lightning_zero.compile.fx_utils import (
+    LINEAR_PRODUCTS,
+    READ_IN_PLACE,
+    first_call,
+    graph_kind,
+    nodes_in_role,
+    ops,
+    weight_name,
+)
 from lightning_zero.compile.graph_plan import Gather, GraphPlan, Linear, Reduce
 from lightning_zero.compile.passes.gather_groups import dtype_name
 from lightning_zero.native.ops import Op, Role, find_op, no_result, register_op
@@ -32,7 +40,7 @@ _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)
 
 
 def publish_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
-    """Insert ``check_plan(shard, digest, plan)`` before the first collective, in place.
+    """Insert ``check_plan(shard, digest, plan)`` before the first collective or read of a shard, in place.
 
     Args:
         graph: after all other passes.
@@ -42,12 +50,14 @@ def publish_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
     if costs is not None and (plan.gathers or plan.reduces):
         plan = _estimate_seconds(plan, graph, costs)
     first = next(iter(nodes_in_role(graph, Role.START, Role.REDUCE)), None)
-    if first is None:
+    shard = next((node for node in graph.find_nodes(op="placeholder") if READ_IN_PLACE in node.meta), None)
+    if first is not None:
+        op = find_op(first.target)
+        assert op is not None
+        shards: Any = first.args[op.shards]
+        shard = shards[0] if isinstance(shards, list | tuple) else shards
+    if shard is None:
         return graph
-    op = find_op(first.target)
-    assert op is not None
-    shards: Any = first.args[op.shards]
-    shard = shards[0] if isinstance(shards, list | tuple) else shards
     with graph.inserting_before(first_call(graph)):
         check = graph.call_function(ops("check_plan"), (shard, plan.digest, plan.to_json()))
     check.meta["val"] = None

@@ -19,7 +19,17 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import TANGENTS
-from lightning_zero.compile.fx_utils import cast_dtype, gathers, is_dequantize, is_view_or_cast, readers, shard_of
+from lightning_zero.compile.fx_utils import (
+    GATHER,
+    calls,
+    cast_dtype,
+    gathers,
+    is_dequantize,
+    is_view_or_cast,
+    may_read_shard,
+    readers,
+    shard_of,
+)
 from lightning_zero.compile.passes.gather_groups import max_group_bytes
 from lightning_zero.profiling.graph_tensors import nbytes
 
@@ -33,6 +43,7 @@ class SavedLimits:
         budget_bytes: bound for all others. A weight that does not fit is skipped.
         group_bytes: bound on the last group, kept if backward follows right after this forward; 0 if it does not.
         share: adds this share of the remaining re-gathered bytes to the budget.
+        in_place: weights are read from their shards if possible, so there is nothing to keep of them.
     """
 
     small_bytes: int = 0
@@ -40,6 +51,7 @@ class SavedLimits:
     group_bytes: int = 0
     parts: int = 1
     share: float = 0.0
+    in_place: bool = False
 
 
 NOTHING_SAVED = SavedLimits()
@@ -64,7 +76,7 @@ class _Weight:
 
 def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
     """Return the nodes of a joint graph to save for backward: gathers, or casts of gathers."""
-    weights = _weights(graph)
+    weights = [w for w in _weights(graph) if not (limits.in_place and all(map(_is_read_in_place, w.nodes)))]
     small = [weight for weight in weights if weight.size <= limits.small_bytes]
     large = [weight for weight in weights if weight.size > limits.small_bytes]
     again = sorted((weight for weight in large if weight.again is not None), key=lambda weight: weight.again or 0)
@@ -146,6 +158,10 @@ def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes:
         waits.keep(place)
         budget_bytes -= weight.size
     return chosen
+
+
+def _is_read_in_place(form: Node) -> bool:
+    return calls(form, GATHER) and may_read_shard(form)
 
 
 def _only_view(node: Node) -> bool:

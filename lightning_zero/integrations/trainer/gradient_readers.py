@@ -7,6 +7,7 @@ and reports a reader if in doubt.
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -19,6 +20,8 @@ PACKAGES = ("lightning", "pytorch_lightning", "lightning_zero", "lightning_utili
 BEFORE_STEP = frozenset({"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"})
 # Names of code that may step again, or between backward and step.
 OWN_STEPS = frozenset({"backward", "manual_backward", "step"})
+# Parts of the names of what has a step() of its own.
+STEPPED = ("prof", "sched", "sch")
 # Names that contain "grad", and of code that reads no gradient.
 HARMLESS = frozenset(
     {
@@ -65,12 +68,26 @@ def _codes(value: Any) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_freevars)
+    harmless = "step" in code.co_names and _steps_of_others(code)
+    yield from (name for name in (*code.co_names, *code.co_freevars) if name != "step" or not harmless)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
         elif constant == "grad":  # getattr(param, "grad")
             yield constant
+
+
+def _steps_of_others(code: CodeType) -> bool:
+    """Return True if each ``step`` is an attribute of ``self``, a profiler or a scheduler."""
+    receiver: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == "step" and not instruction.opname.startswith(("STORE", "LOAD_FAST")):
+            known = isinstance(receiver, str) and (receiver == "self" or any(part in receiver for part in STEPPED))
+            if not known:
+                return False
+        if instruction.opname not in ("CACHE", "PUSH_NULL", "COPY", "DUP_TOP"):
+            receiver = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+    return True
 
 
 def _is_of_gradients(name: str) -> bool:

@@ -22,6 +22,17 @@ for kind in ("nf4", "int8"):
                 lambda op, *args, **settings: op(*args, **settings), packed, shape, dtype, kind, packed.device
             )
             assert torch.equal(packing.decode(packed), expected), (kind, shape, dtype)
+    for shape in [(1, 1), (5, 24), (7, 13), (70, 272), (130, 520)]:
+        # Multiplied, and transposed by tiles. The interpreter does not round to fp8 as a GPU does.
+        packed = weight_format.WeightFormat(kind, torch.Size(shape), torch.float16).encode(torch.randn(shape))
+        for transposed in (False, True):
+            arguments = packed, shape, torch.float16, kind
+            factor = torch.tensor(1.7)
+            expected = weight_format.decode(
+                lambda op, *args, **settings: op(*args, **settings), *arguments, packed.device, factor, transposed
+            )
+            found = weight_format.DEQUANTIZE(*arguments, factor, transposed)
+            assert torch.equal(found, expected), (kind, shape, transposed)
 print("all equal")
 """
 

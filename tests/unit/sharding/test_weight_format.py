@@ -14,11 +14,16 @@ from lightning_zero.sharding.weight_format import (
     NF4,
     SUPERBLOCK,
     WeightFormat,
+    largest_value,
     packed_words,
 )
 
 SHAPES = [(1, 1), (3, 7), (64, 64), (33, 65), (300, 200)]
 KINDS: tuple[Any, ...] = ("nf4", "int8")
+
+
+def run(op: Any, *args: Any, **settings: Any) -> Any:
+    return op(*args, **settings)
 
 
 def weights(shape: tuple[int, int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -53,6 +58,35 @@ def test_values_that_were_decoded_have_the_same_bytes(kind: Any, dtype: torch.dt
             for values in (decoded, decoded.float(), decoded.bfloat16()):
                 assert torch.equal(packing.encode(values), packed)
             assert torch.equal(DEQUANTIZE(packed, list(shape), dtype, kind), decoded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_word_is_the_largest_absolute_value_of_the_decoded_weight(kind: Any) -> None:
+    for shape in [*SHAPES, (40, 4096)]:  # the last one has several scales
+        for scale in (1.0, 1e-38, 1e30):
+            for largest in ((0, 0), (-1, -1)):
+                weight = weights(shape, torch.float32, scale)
+                weight[largest] *= -50
+                packing = WeightFormat(kind, weight.shape, torch.float32)
+                packed = packing.encode(weight)
+                assert torch.equal(largest_value(run, packed, packing.words), packing.decode(packed).abs().max())
+    weight = torch.ones(5, 70)
+    weight[2, 3] = float("nan")
+    packing = WeightFormat(kind, weight.shape, torch.float32)
+    assert largest_value(run, packing.encode(weight), packing.words).isnan()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_multiplied_as_float32_before_the_cast_to_fp8_and_transposed(kind: Any) -> None:
+    for shape in SHAPES:
+        packing = WeightFormat(kind, torch.Size(shape), torch.float32)
+        packed = packing.encode(weights(shape, torch.float32))
+        factor = 448 / largest_value(run, packed, packing.words)
+        expected = (packing.decode(packed) * factor).to(torch.float8_e4m3fn)
+        for transposed in (False, True):
+            found = DEQUANTIZE(packed, list(shape), torch.float8_e4m3fn, kind, factor, transposed)
+            assert found.is_contiguous()
+            assert torch.equal(found.float(), expected.t().float() if transposed else expected.float())
 
 
 def test_errors_of_nf4_stay_within_half_a_gap_and_half_a_level_of_the_maximum() -> None:

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.graphs import CUSTOM
-from lightning_zero.compile.capture.dynamo_graph import check_weight_edits, has_collectives, last_read, tag_weight_names
+from lightning_zero.compile.capture.dynamo_graph import check_weight_edits, has_collectives, last_read, tag_weights
 from lightning_zero.compile.fx_utils import WEIGHT
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import load
@@ -87,7 +87,7 @@ def seen_by_a_backend(module: nn.Module, look: Callable[[GraphModule, Any], Any]
 
 
 def named(graph: GraphModule, inputs: Any) -> tuple[list[str], list[str], Any]:
-    names = tag_weight_names(graph)
+    names = tag_weights(graph, ())
     bodies = [part for part in graph.modules() if isinstance(part, GraphModule) and part is not graph]
     inside = [node for body in bodies for node in body.graph.nodes if "gather" in str(node.target)]
     check_weight_edits(graph)

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.fx_utils import WEIGHT
+from lightning_zero.sharding.weight_format import DEQUANTIZE, WeightKind, packed_words
 from tests.unit.compile.graphs import Builder, aten
 
 BF16 = torch.bfloat16
@@ -21,6 +22,15 @@ class Layers:
         self.dtype = dtype
         self._back: list[tuple[Node, Node, Node]] = []
         self._gathered: dict[str, tuple[Node, Node]] = {}
+
+    def pack(self, name: str, rows: int, columns: int, kind: WeightKind) -> Layers:
+        """Make a weight a frozen one, which is gathered packed."""
+        b, words = self.builder, packed_words(rows, columns, kind)
+        shard = b.shard(name, words, dtype=torch.int32)
+        codes = b.gather(shard, words)
+        codes.meta["custom"] = {WEIGHT: f"net.{name}"}
+        self._gathered[name] = shard, b.call(DEQUANTIZE, codes, [rows, columns], self.dtype, kind)
+        return self
 
     def weight(self, name: str, rows: int, columns: int) -> tuple[Node, Node]:
         if name not in self._gathered:
@@ -42,6 +52,9 @@ class Layers:
         b, y = self.builder, self.x
         dy, reduced = b.input("tangents_1", *y.meta["val"].shape, dtype=self.dtype), []
         for shard, weight, x in reversed(self._back):
+            if shard.meta["val"].dtype is torch.int32:
+                dy = b.call(aten.mm.default, dy, weight)
+                continue
             gradient = b.call(cast, b.call(aten.mm.default, b.call(aten.t.default, dy), x), torch.float32)
             reduced.append(b.reduce(gradient, shard))
             reduced[-1].meta["custom"] = {WEIGHT: f"net.{shard.name}"}

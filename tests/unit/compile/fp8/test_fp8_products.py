@@ -15,6 +15,7 @@ from lightning_zero.compile.scaled_mm_op import SCALED_MM
 from lightning_zero.compile.subgraphs import cut, is_worth_cutting
 from lightning_zero.config import CompileConfig
 from lightning_zero.native.ops import OPS
+from lightning_zero.sharding.weight_format import DEQUANTIZE, WeightKind
 from tests.unit.compile.fp8.linear_graphs import BF16, Layers, called, cast
 from tests.unit.compile.graphs import Builder, aten
 
@@ -150,6 +151,46 @@ def test_on_a_gpu_operands_have_the_layout_of_scaled_products() -> None:
         torch.float8_e5m2,
         torch.float8_e5m2,
     ]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_packed_weights_are_dequantized_in_fp8_in_the_layout_of_each_product(kind: WeightKind) -> None:
+    graph = Layers(48, 64).pack("a", 32, 64, kind).linear("a", 32).linear("b", 16).done()
+    graph = converted(graph, fp8_products=("forward", "input_gradient"), fp8_exclude=("net.b",), fp8_health=True)
+    weights = called(graph, DEQUANTIZE)
+    assert [node.meta["val"].shape for node in weights] == [(32, 64), (64, 32)]
+    assert [product.args[1] for product in called(graph, SCALED_MM)] == weights
+    assert {node.meta["val"].dtype for node in weights} == {torch.float8_e4m3fn}  # none has 16 bits
+    assert {node.meta[RECOMPUTE] for node in weights} == {CheckpointPolicy.MUST_RECOMPUTE}
+    # Of the activation and of the gradient; the packed weight has its own, of which both layouts read one.
+    assert len(called(graph, aten.amax.default)) == 2
+    factors = {node.args[4] for node in weights}
+    scales = {product.args[3] for product in called(graph, SCALED_MM)}
+    for [number] in (factors, scales):
+        assert number.meta[RECOMPUTE] is CheckpointPolicy.MUST_SAVE  # type: ignore[union-attr]
+    notes = [node for node in called(graph, OPS["fp8_health"].overload) if node.args[5] == 1]
+    assert [(node, node.args[2:4]) for node in notes] == [(*scales, (None, None))]
+
+
+def test_a_packed_weight_that_16_bit_products_read_too_is_dequantized_for_both() -> None:
+    graph = Layers(48, 64).pack("a", 32, 64, "nf4").linear("a", 32).linear("b", 16).done()
+    graph = converted(graph, fp8_products=("forward",))
+    assert [node.meta["val"].dtype for node in called(graph, DEQUANTIZE)] == [BF16, torch.float8_e4m3fn]
+
+
+def test_by_row_packed_weights_are_dequantized_in_16_bits_and_cast() -> None:
+    graph = Layers(48, 64).pack("a", 32, 64, "nf4").linear("a", 32).linear("b", 16).done()
+    graph = converted(graph, fp8_products=("forward", "input_gradient"), fp8_exclude=("net.b",), fp8_recipe="rowwise")
+    assert [node.meta["val"].dtype for node in called(graph, DEQUANTIZE)] == [BF16]
+    assert len(called(graph, SCALED_MM)) == 2
+
+
+def test_casts_of_packed_weights_cost_nothing() -> None:
+    """Few tokens gain little, and the cast of another weight takes longer."""
+    layers = Layers(512, 1024).pack("a", 4096, 1024, "nf4").linear("a", 4096).linear("b", 4096).linear("c", 1024)
+    found = choices(layers.done(), min_gain=1.0)
+    assert not any(reason for (weight, _), reason in found.items() if weight == "net.a")
+    assert all(reason for (weight, _), reason in found.items() if weight == "net.c")
 
 
 def test_gradients_may_be_e4m3() -> None:

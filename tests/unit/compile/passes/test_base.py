@@ -265,6 +265,15 @@ def test_all_passes_together_leave_no_op_that_only_tracing_knows(prefetch: bool)
     assert printed(graph)[-1].startswith("return (None, None, None, mm")
 
 
+def test_graphs_that_only_read_shards_in_place_begin_with_their_plan() -> None:
+    """The op brings writes of eager code to the shards."""
+    b = Builder()
+    shard, x = b.shard("a", 64), b.input("x", 8, 8)
+    graph = b.done(b.call(aten.mm.default, x, b.gather(shard, 8, 8)))
+    graph = run_passes(graph, default_passes(PassContext(CompileConfig(), 1)))
+    assert order(graph) == "check_plan(a) view view mm"
+
+
 def runs(graph: Graph, *passes: PassSpec) -> list[PassTrace]:
     seen: list[PassTrace] = []
     run_passes(graph, passes, seen.append)

@@ -35,3 +35,18 @@ def test_the_op_returns_the_casts_dtype_and_stays_for_a_kernel(
     assert bool(module.graph.find_nodes(op="call_function", target=DEQUANTIZE)) == has_kernel
     module.recompile()
     assert torch.equal(module(packed, x), product(packed, x))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ops_multiply_and_transpose(transposed: bool) -> None:
+    def scaled(packed: Tensor, factor: Tensor) -> Tensor:
+        return DEQUANTIZE(packed, [12, 33], torch.float8_e4m3fn, "nf4", factor, transposed)
+
+    packed, factor = PACKING.encode(torch.randn(12, 33)), torch.tensor(100.0)
+    module: GraphModule = make_fx(scaled, tracing_mode="fake")(packed, factor)
+    dequantize.expand_dequantized(module.graph)
+    assert not module.graph.find_nodes(op="call_function", target=DEQUANTIZE)
+    module.recompile()
+    found = module(packed, factor)
+    assert found.is_contiguous()
+    assert torch.equal(found.float(), scaled(packed, factor).float())

@@ -1,17 +1,19 @@
-"""Passes on single gathers and reduces: shared, merged, sunk and cast."""
+"""Passes on single gathers and reduces: shared, merged, sunk, cast and read in place."""
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from lightning_zero.compile.fx_utils import REDUCE, gathers, ops
 from lightning_zero.compile.passes.prepare import (
     cast_before_views,
     fuse_casts,
     merge_reduces,
+    read_in_place,
     share_gathers,
     sink_gathers,
 )
 from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces
+from lightning_zero.sharding.weight_format import DEQUANTIZE, packed_words
 from tests.unit.compile.graphs import Builder, order
 
 BF16 = torch.bfloat16
@@ -54,6 +56,51 @@ def test_the_distance_counts_from_the_last_use() -> None:
 
 def test_small_weights_are_shared_however_far_apart() -> None:
     assert shared("abca", 0, small=WEIGHT) == "gather(a) mm gather(b) mm gather(c) mm mm"
+
+
+def read(b: Builder, x: Node, weight: Node, *more: Node) -> str:
+    graph = read_in_place(b.done(b.call(aten.mm.default, x, weight), *more))
+    graph.lint()
+    return order(graph)
+
+
+def test_whole_shards_are_read_in_place_without_their_padding() -> None:
+    b = Builder()
+    padded, full, x = b.shard("padded", 96), b.shard("full", 64), b.input("x", 8, 8)
+    x = b.call(aten.mm.default, x, b.gather(padded, 8, 8))
+    assert read(b, x, b.gather(full, 8, 8)) == "view slice view mm view view mm"
+    views = b.graph.find_nodes(op="call_function", target=aten.view.default)
+    for shard in (padded, full):
+        assert any(shard.meta["val"].untyped_storage() is view.meta["val"].untyped_storage() for view in views)
+
+
+def test_weights_of_another_dtype_or_in_the_cache_are_not_read_in_place() -> None:
+    b = Builder()
+    x = b.input("x", 8, 8, dtype=BF16)
+    assert read(b, x, b.gather(b.shard("a", 64), 8, 8, dtype=BF16)) == "gather(a) mm"
+    b = Builder()
+    x, shard, cache = b.input("x", 8, 8), b.shard("a", 64), b.input("cache", 8, 8)
+    weight = b.gather(shard, 8, 8)
+    weight.args = (*weight.args, cache)
+    assert read(b, x, weight) == "gather(a, cache) mm"
+
+
+def test_a_weight_that_the_graph_returns_is_copied() -> None:
+    for returned in (lambda b, w: w, lambda b, w: b.call(aten.t.default, w)):
+        b = Builder()
+        x, weight = b.input("x", 8, 8), b.gather(b.shard("a", 64), 8, 8)
+        assert read(b, x, weight, returned(b, weight)).startswith("gather(a)")
+
+
+def test_a_weight_in_the_shape_of_its_shard_is_copied_unless_it_is_packed() -> None:
+    b = Builder()
+    x, weight = b.input("x", 8, 8), b.gather(b.shard("a", 64), 8, 8)
+    row = b.call(aten.mm.default, b.call(aten.view.default, weight, [1, 64]), b.input("y", 64, 8))
+    assert read(b, x, weight, row).startswith("gather(a)")
+    b = Builder()
+    shard, x = b.shard("a", 64, dtype=torch.int32), b.input("x", 8, 8)
+    packed = b.gather(shard, 1, 64)
+    assert read(b, x, x, b.call(DEQUANTIZE, packed, [8, 8], torch.float32, "int8")) == "view view dequantize() mm"
 
 
 def test_each_dtype_is_gathered() -> None:
@@ -129,6 +176,16 @@ def test_gathers_move_to_their_first_use_with_their_views() -> None:
     graph = sink_gathers(b.done(second))
     graph.lint()
     assert order(graph) == "gather(v) mm gather(w) t mm"
+
+
+def test_dequantization_by_a_saved_number_moves_with_the_gather() -> None:
+    b = Builder()
+    w, factor, x = b.shard("w", dtype=torch.int32), b.input("factor"), b.input("x", 8, 8)
+    words = packed_words(8, 8, "nf4")
+    late = b.call(DEQUANTIZE, b.gather(w, words), [8, 8], torch.float32, "nf4", factor, True)
+    graph = sink_gathers(b.done(b.call(aten.mm.default, b.call(aten.sin.default, x), late)))
+    graph.lint()
+    assert order(graph) == "sin gather(w) dequantize(factor) mm"
 
 
 def test_the_first_of_several_uses_counts() -> None:

@@ -54,6 +54,13 @@ def test_the_last_weights_are_kept_first_and_what_does_not_fit_is_skipped() -> N
     assert choose_saved(graph, SavedLimits(0, math.inf)) == gathers[::-1]
 
 
+def test_nothing_is_kept_of_weights_that_graphs_read_in_place() -> None:
+    graph, _ = joint(4, 40, 2)
+    assert choose_saved(graph, SavedLimits(4 * 80, math.inf, in_place=True)) == []
+    graph, gathers = joint(4, 40, 2, cast=True)  # compute shards are copied
+    assert len(choose_saved(graph, SavedLimits(0, math.inf, in_place=True))) == len(gathers)
+
+
 def test_what_backward_would_wait_for_longest_for_its_size_is_kept() -> None:
     """After the last weight has arrived, compute hides the small one before it, but not the large one."""
     graph, gathers = joint(4, 40, 8, 8)  # of 160, 320, 64 and 64 elements

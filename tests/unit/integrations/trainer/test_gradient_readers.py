@@ -50,6 +50,43 @@ class Counts(pl.Callback):
         self.steps = trainer.global_step
 
 
+class StepsByName(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.step = 1
+        optimizer = trainer.optimizers[0]
+        optimizer.step()
+
+
+class StepsInside(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        each(trainer.optimizers, lambda optimizer: optimizer.step())
+
+
+class StepOfItsOwn(Plain):
+    def __init__(self, step: int = 0) -> None:
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.step += 1
+        return self.shared_step(batch, self.step)
+
+    def shared_step(self, batch: Any, step: int) -> Any:
+        return batch.sum() * step
+
+
+class Profiles(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.profiler.step()
+        scheduler = module.lr_schedulers()
+        scheduler.step()
+
+
+def each(values: Any, call: Any) -> None:
+    for value in values:
+        call(value)
+
+
 def helper(module: pl.LightningModule) -> None:
     pass
 
@@ -75,6 +112,7 @@ def test_a_compiled_call_of_an_earlier_training_is_no_reader() -> None:
 def test_lightning_and_code_without_gradients_read_none() -> None:
     lightning = ModelCheckpoint(), LearningRateMonitor(), WeightAveraging()
     assert not may_read_gradients(trainer(Plain(), Counts(), *lightning))
+    assert not may_read_gradients(trainer(StepOfItsOwn(), Profiles()))
     assert not may_read_gradients(trainer(Plain(), clip=None, by="value"))
 
 
@@ -87,6 +125,8 @@ def test_lightning_and_code_without_gradients_read_none() -> None:
         trainer(by_instance()),
         trainer(Plain(), Logs()),
         trainer(Plain(), StepsAgain()),
+        trainer(Plain(), StepsByName()),
+        trainer(Plain(), StepsInside()),
         trainer(Plain(), by="value"),
     ],
 )
