@@ -138,7 +138,10 @@ def _layouts(tensors: dict[str, Tensor | None]) -> list[Any]:
 
 
 def _is_alike(one: Any, other: Any, must_be_equal: bool) -> bool:
-    """Return True for equal values, and for plain ones, which are guarded, unless ``must_be_equal``."""
+    """Return True for equal values, and for plain ones unless they must be equal.
+
+    Plain values have guards, also in dicts.
+    """
     if one is other:
         return True
     if not must_be_equal and isinstance(one, PLAIN) and isinstance(other, PLAIN):
