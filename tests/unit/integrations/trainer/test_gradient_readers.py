@@ -64,8 +64,9 @@ class StepsInside(pl.Callback):
 
 
 class StepsScheduledOptimizer(pl.Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.sched_optim.step()
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        scheduled_optim = trainer.optimizers[0]
+        scheduled_optim.step()
 
 
 class StepsEither(pl.Callback):
