@@ -32,8 +32,8 @@ OPTIMIZATION_COUNTS = {
     "layers stamped": 5,
     "layers": 12,
     "layers differentiated": 2,
-    "subgraphs": 83,
-    "subgraphs compiled": 22,
+    "subgraphs": 81,
+    "subgraphs compiled": 21,
 }
 
 

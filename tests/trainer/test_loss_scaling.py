@@ -100,6 +100,7 @@ def test_an_overflow_with_fp8_products_8_bit_state_and_nf4_weights_skips_one_ste
     for expected, found, health in ranks.run(world_size, fit_narrow, deadline=120):
         assert (found["scales"], found["steps"]) == (expected["scales"], expected["steps"])
         assert all(map(math.isfinite, health.values()))
-        assert len(health) == 9
+        packed = [name for name in health if name.startswith("net.1.")]
+        assert (len(health), len(packed)) == (16, 7)  # nothing casts packed weights, so no share of one is lost
         for name, value in found["state"].items():
             assert (value - expected["state"][name]).norm() < 0.03 * expected["state"][name].norm(), name
