@@ -4,9 +4,9 @@
     python examples/benchmarks/loss_curves.py --ways bf16,fp8 --size tiny --steps 20 --batch 2 --length 64
 
 All ways train one decoder on one device from the same weights, with the same batches and learning rates. The text is
-the source of Python's standard library, as bytes. `other batches` is `bf16` with another order of the text, to show how
-much losses differ by chance. Each way runs in a process of its own, at the same time as the others, so seconds are not
-reported.
+the source of Python's standard library, as bytes. Two ways show how much losses differ by chance: `other batches` is
+`bf16` with another order of the text, and `perturbed` begins with weights that are larger by one part in a million.
+Each way runs in a process of its own, at the same time as the others, so seconds are not reported.
 """
 
 import argparse
@@ -36,6 +36,7 @@ FP8 = ['linear_dtype="fp8"', "tuning.fp8_min_gain=0.0"]
 OPTIONS = {
     "bf16": [],
     "other batches": [],
+    "perturbed": [],
     "fp8": FP8,
     "fp8 shards": [*FP8, "tuning.fp8_shards=true"],
     "8bit": ['tuning.state_dtype="8bit"'],
@@ -70,6 +71,10 @@ def train(arguments: argparse.Namespace) -> list[float]:
     """Return the loss of each step of one way."""
     torch.manual_seed(arguments.seed)
     module = Module(Decoder(*SIZES[arguments.size]), arguments.steps)
+    if arguments.way == "perturbed":
+        with torch.no_grad():
+            for param in module.parameters():
+                param.mul_(1 + 1e-6)
     arguments.seed += arguments.way == "other batches"
     trainer = make_trainer(
         zero_strategy(arguments.strategy, OPTIONS[arguments.way]),

@@ -25,9 +25,9 @@ from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 
 log = logging.getLogger(__name__)
 
-# Traces kept of a class. T5's first layer has a bias of its own, and the first reader of a frozen embedding gets no
-# gradient. Models with more kinds gain little.
-MAX_TRACES = 3
+# Traces kept of a class. T5's encoder and decoder have one class, and the first layer of each has a bias of its own.
+# The first reader of a frozen embedding gets no gradient. Models with more kinds gain little.
+MAX_TRACES = 4
 # Rejected layers of a class and graph before all others are traced: a layer that reads its number differs from all.
 MAX_REJECTED = 4
 

@@ -138,7 +138,10 @@ def _layouts(tensors: dict[str, Tensor | None]) -> list[Any]:
 
 
 def _is_alike(one: Any, other: Any, must_be_equal: bool) -> bool:
-    """Return True for equal values. Plain ones, also in dicts, are guarded: they may differ unless they must not."""
+    """Return True for equal values, and for plain ones unless they must be equal.
+
+    Plain values have guards, also in dicts.
+    """
     if one is other:
         return True
     if not must_be_equal and isinstance(one, PLAIN) and isinstance(other, PLAIN):

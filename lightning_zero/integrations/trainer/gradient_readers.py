@@ -82,8 +82,9 @@ def _steps_of_others(code: CodeType) -> bool:
     receiver: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.argval == "step" and not instruction.opname.startswith(("STORE", "LOAD_FAST")):
-            known = isinstance(receiver, str) and (receiver == "self" or any(part in receiver for part in STEPPED))
-            if not known:
+            if not isinstance(receiver, str) or "opt" in receiver:
+                return False
+            if receiver != "self" and not any(part in receiver for part in STEPPED):
                 return False
         if instruction.opname not in ("CACHE", "PUSH_NULL", "COPY", "DUP_TOP"):
             receiver = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval

@@ -25,14 +25,19 @@ def numbered(layer: Any) -> None:
 
 def with_containers(layer: Any) -> None:
     layer.shapes = {"weight": (3, 4)}
+    layer.options = {"target": {"name": "first", "scale": 1.0}}
     layer.activation = partial(nn.functional.gelu, approximate="tanh")  # transformers makes one for each layer
+
+
+def named(layer: Any) -> None:
+    layer.options = {"target": {"name": "second", "scale": 2.0}}  # PEFT keeps the path of each adapted layer so
 
 
 def saved(layer: Any) -> None:
     layer.register_state_dict_post_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("change", [nothing, numbered, with_containers, saved])
+@pytest.mark.parametrize("change", [nothing, numbered, named, with_containers, saved])
 def test_attributes_with_guards_may_differ(change: Callable[[Any], None]) -> None:
     one, other = Layer(), Layer()
     with_containers(one)
@@ -70,6 +75,10 @@ def other_contents(layer: Any) -> None:
     layer.shapes = {"weight": (3, 5)}
 
 
+def other_keys(layer: Any) -> None:
+    layer.options = {"target": {"name": "first"}}
+
+
 def other_keyword_of_partial(layer: Any) -> None:
     layer.activation = partial(nn.functional.gelu, approximate="none")
 
@@ -95,7 +104,7 @@ def a_buffer(layer: Any) -> None:
 
 
 CHANGES = [
-    other_class, other_number_of_torchs, evaluated, hooked, with_an_attribute_more, other_object, other_contents,
+    other_class, other_number_of_torchs, evaluated, hooked, with_an_attribute_more, other_object, other_contents, other_keys,
     other_keyword_of_partial, other_function_of_partial, other_dtype, no_gradient, no_bias, a_buffer,
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Attention, Compi
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 TABLE = torch.full((WIDTH,), 2.0)
+FACTORS = {"scale": 2.0}
 PART = nn.Sequential(nn.Linear(WIDTH, WIDTH))
 LAYERS: list[nn.Module] = []
 
@@ -138,6 +139,22 @@ class ReadsPart(Model):
         return super().forward(PART(x), **given)
 
 
+class ReadsFactors(Model):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return super().forward(x * FACTORS["scale"], **given)
+
+
+class WithFactors(Scaled):
+    """The first one's dictionary is a global, too, that is read before."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(number)
+        self.factors = FACTORS if number == 0 else {"scale": 1.0 + number}
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x) * self.factors["scale"]
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     **{
         f"told {tell.__name__}": lambda tell=tell: Told(tell) for tell in (number, tensor, mode, part, item, inner_item)
@@ -146,6 +163,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "assume_constant_result": lambda: Model(Asked),
     "a global table": lambda: ReadsTable(OfAll),
     "a global part": lambda: ReadsPart(OfAll),
+    "a global dictionary": lambda: ReadsFactors(WithFactors),
 }
 
 

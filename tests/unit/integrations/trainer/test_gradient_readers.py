@@ -62,6 +62,12 @@ class StepsInside(pl.Callback):
         each(trainer.optimizers, lambda optimizer: optimizer.step())
 
 
+class StepsScheduledOptimizer(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        scheduled_optim = trainer.optimizers[0]
+        scheduled_optim.step()
+
+
 class StepOfItsOwn(Plain):
     def __init__(self, step: int = 0) -> None:
         super().__init__()
@@ -127,6 +133,7 @@ def test_lightning_and_code_without_gradients_read_none() -> None:
         trainer(Plain(), StepsAgain()),
         trainer(Plain(), StepsByName()),
         trainer(Plain(), StepsInside()),
+        trainer(Plain(), StepsScheduledOptimizer()),
         trainer(Plain(), by="value"),
     ],
 )
