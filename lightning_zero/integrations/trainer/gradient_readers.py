@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
+from functools import cached_property, partial
 from types import CodeType
 from typing import Any
 
@@ -20,8 +21,11 @@ PACKAGES = ("lightning", "pytorch_lightning", "lightning_zero", "lightning_utili
 BEFORE_STEP = frozenset({"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"})
 # Names of code that may step again, or between backward and step.
 OWN_STEPS = frozenset({"backward", "manual_backward", "step"})
-# Parts of the names of what has a step() of its own.
+# Parts of the names of what has a step() of its own, and of optimizers that have such a part, too.
 STEPPED = ("prof", "sched", "sch")
+OPTIMIZERS = ("opt", "free")
+# Names of functions that take the name of an attribute.
+BY_NAME = frozenset({"getattr", "methodcaller", "attrgetter"})
 # Names that contain "grad", and of code that reads no gradient.
 HARMLESS = frozenset(
     {
@@ -42,7 +46,11 @@ def may_read_gradients(trainer: pl.Trainer) -> bool:
 
 def _reads(hooks: object) -> bool:
     functions = {name: value for cls in _own_classes(type(hooks)) for name, value in vars(cls).items()}
-    own = {name: value for name, value in vars(hooks).items() if hasattr(value, "__code__")}
+    own = {
+        name: value for name, value in vars(hooks).items() if hasattr(value, "__code__") or isinstance(value, partial)
+    }
+    if "step" in own:  # perhaps the optimizer's
+        return True
     # After a first training, the compiled call is an attribute.
     functions |= {name: value for name, value in own.items() if not _is_of_packages(value)}
     return any(
@@ -62,7 +70,11 @@ def _is_of_packages(value: Any) -> bool:
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    for function in (value, *(getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__"))):
+    names = "__func__", "fget", "__wrapped__"
+    functions = [value, *(getattr(value, name, None) for name in names)]
+    if isinstance(value, partial | cached_property):
+        functions.append(value.func)
+    for function in functions:
         if isinstance(code := getattr(function, "__code__", None), CodeType):
             yield code
 
@@ -73,7 +85,7 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-        elif constant == "grad":  # getattr(param, "grad")
+        elif constant == "grad" or (constant == "step" and BY_NAME.intersection(code.co_names)):
             yield constant
 
 
@@ -82,13 +94,19 @@ def _steps_of_others(code: CodeType) -> bool:
     receiver: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.argval == "step" and not instruction.opname.startswith(("STORE", "LOAD_FAST")):
-            if not isinstance(receiver, str) or "opt" in receiver:
-                return False
-            if receiver != "self" and not any(part in receiver for part in STEPPED):
+            is_attribute = "ATTR" in instruction.opname or "METHOD" in instruction.opname
+            # The receiver of a jump target is one of several.
+            if not is_attribute or instruction.is_jump_target or not _has_own_step(receiver):
                 return False
         if instruction.opname not in ("CACHE", "PUSH_NULL", "COPY", "DUP_TOP"):
             receiver = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
     return True
+
+
+def _has_own_step(receiver: Any) -> bool:
+    if not isinstance(receiver, str) or any(part in receiver for part in OPTIMIZERS):
+        return False
+    return receiver == "self" or any(part in receiver for part in STEPPED)
 
 
 def _is_of_gradients(name: str) -> bool:

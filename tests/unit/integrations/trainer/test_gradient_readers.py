@@ -1,12 +1,13 @@
 """Modules and callbacks that may read gradients are found by the names in their code."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_zero.integrations.trainer.gradient_readers import may_read_gradients
@@ -68,6 +69,30 @@ class StepsScheduledOptimizer(pl.Callback):
         scheduled_optim.step()
 
 
+class StepsEither(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        scheduler = None
+        (trainer.optimizers[0] if scheduler is None else scheduler).step()
+
+
+class StepsByString(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        getattr(trainer.optimizers[0], "step")()  # noqa: B009
+
+
+class StepsByFunction(pl.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        each(self, step)
+
+
+class StepsByAttribute(pl.Callback):
+    def __init__(self) -> None:
+        self.step = torch.optim.SGD([torch.zeros(1)]).step
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.step()
+
+
 class StepOfItsOwn(Plain):
     def __init__(self, step: int = 0) -> None:
         super().__init__()
@@ -91,6 +116,14 @@ class Profiles(pl.Callback):
 def each(values: Any, call: Any) -> None:
     for value in values:
         call(value)
+
+
+def step(optimizer: Any) -> None:
+    optimizer.step()
+
+
+def step_again(last: int, trainer: pl.Trainer, *_: Any) -> None:
+    trainer.optimizers[0].step()
 
 
 def helper(module: pl.LightningModule) -> None:
@@ -134,6 +167,11 @@ def test_lightning_and_code_without_gradients_read_none() -> None:
         trainer(Plain(), StepsByName()),
         trainer(Plain(), StepsInside()),
         trainer(Plain(), StepsScheduledOptimizer()),
+        trainer(Plain(), StepsEither()),
+        trainer(Plain(), StepsByString()),
+        trainer(Plain(), StepsByFunction()),
+        trainer(Plain(), StepsByAttribute()),
+        trainer(Plain(), LambdaCallback(on_train_batch_end=partial(step_again, 1))),
         trainer(Plain(), by="value"),
     ],
 )
