@@ -450,6 +450,7 @@ class MatrixExchange:
         for layout, parts, _ in batches:
             number, rows, columns = rule.matrices(layout.shape)
             updates.append(self._gathered(layout, parts).reshape(len(parts) * number, rows, columns))
+        shapes = [own.shape for own in updates]
         if together:
             assert rule.transform_batches is not None
             done = list(rule.transform_batches(updates))
@@ -458,6 +459,11 @@ class MatrixExchange:
         else:
             done = [rule.transform(own) for own in updates]
         del updates
+        if (found := [own.shape for own in done]) != shapes:
+            raise ValueError(
+                f"The transform of a MatrixRule returned updates of shapes {[*map(tuple, found)]}, not "
+                f"{[*map(tuple, shapes)]}. Return the shapes of the updates: (number, rows, columns)."
+            )
         for (layout, parts, _), own in zip(batches, done, strict=True):
             self._scatter(layout, parts, own.reshape(len(parts), *layout.shape))
 

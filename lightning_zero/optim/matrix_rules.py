@@ -108,6 +108,13 @@ class MatrixRule:
     transform_with_state: Callable[[Tensor, Tensors, Tensors], tuple[Tensor, Tensors]] | None = None
     captured: bool = True
 
+    def __post_init__(self) -> None:
+        if self.result_dtype is not None and self.result_dtype.itemsize != self.dtype.itemsize:
+            raise ValueError(
+                f"A MatrixRule has dtype={self.dtype} and result_dtype={self.result_dtype}, which differ in size. Pass "
+                "dtypes of one size: results are stored in the memory of updates."
+            )
+
     def batch_key(self, shape: torch.Size) -> Hashable:
         """Return a value that is equal for parameters that are transformed together."""
         together = self.transform_batches is not None and self.shared is None
@@ -130,18 +137,18 @@ _FACTORS: Mapping[str, Callable[[int, int], float]] = {
 
 
 def muon(group: Mapping[str, Any]) -> MatrixRule:
-    """Return the rule of ``torch.optim.Muon`` for a parameter group.
+    """Return the rule of ``torch.optim.Muon`` for a parameter group, with torch's defaults.
 
     ``flatten=True`` in the group makes a 3-D parameter, such as the weight of ``nn.Conv1d``, one matrix.
     ``split_sizes`` gives the rows of each part of a fused weight, such as those of queries, keys and values. Parts are
     orthogonalized and scaled as if they were parameters of their own.
     """
     return _muon(
-        bool(group["nesterov"]),
-        tuple(group["ns_coefficients"]),
-        int(group["ns_steps"]),
-        float(group["eps"]),
-        group["adjust_lr_fn"] or "original",
+        bool(group.get("nesterov", True)),
+        tuple(group.get("ns_coefficients", (3.4445, -4.775, 2.0315))),
+        int(group.get("ns_steps", 5)),
+        float(group.get("eps", 1e-7)),
+        group.get("adjust_lr_fn") or "original",
         torch.bfloat16,
         bool(group.get("flatten", False)),
         tuple(group.get("split_sizes") or ()),

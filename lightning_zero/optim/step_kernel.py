@@ -467,8 +467,9 @@ class StepKernel:
             if isinstance(rule, ReductionRule):
                 assert part is not None
                 return rule.apply(before[0], grad, before[1], scalar, part.expand_all(values))
-            function = rule.apply if isinstance(rule, Rule) else rule.prepare
-            return function(before[0], grad, before[1], scalar)
+            if isinstance(rule, Rule):
+                return rule.apply(before[0], grad, before[1], scalar)
+            return _prepared(rule, *rule.prepare(before[0], grad, before[1], scalar), grad.shape)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(stored, rest, strict=False))
@@ -513,6 +514,17 @@ class StepKernel:
         if key not in self._compiled:
             self._compiled[key] = _compile(fn, arguments)
         return self._compiled[key](*arguments)
+
+
+def _prepared(rule: MatrixRule, update: Tensor, new: Tensors, shape: torch.Size) -> tuple[Tensor, Tensors]:
+    """Return update and new state of ``rule.prepare``, whose shapes are checked."""
+    if any(value is None or value.shape != shape for value in (update, *map(new.get, rule.state))):
+        raise ValueError(
+            f"MatrixRule.prepare returned an update of shape {tuple(update.shape)} and the state {sorted(new)} for "
+            f"shards of shape {tuple(shape)}. Return (update, new state), each of the shard's shape, with the state "
+            f"{list(rule.state)}."
+        )
+    return update, new
 
 
 def _reals(flat: Tensor) -> Tensor:

@@ -22,6 +22,14 @@ from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
 # Advice in errors about optimizers that would train wrongly.
 INSTEAD = "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
+OTHERS = (
+    "torch.optim.Muon and torch.optim.Adafactor themselves work, and others by lightning_zero.register_matrix_rule."
+)
+_MUONS = (
+    "torch.optim.Muon itself works. If {} computes the same, import muon from lightning_zero.optim.matrix_rules, and "
+    "write lightning_zero.register_matrix_rule({}, muon). For a class that has groups of other parameters, too, see "
+    "the recipe of Muon in the documentation."
+)
 
 _NEEDS_FULL_PARAMETERS = {
     "Muon": "orthogonalizes full matrices",
@@ -63,26 +71,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     It needs full parameters, quantizes its state, or has an inner optimizer.
     """
     check_library_8bit(optimizer)
+    own = type(optimizer).__name__
     for cls in () if needs_matrices(optimizer) else type(optimizer).__mro__:
         name = cls.__name__
         reason = _NEEDS_FULL_PARAMETERS.get(next((family for family in _FAMILIES if family in name), name))
         if reason is not None:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "
-                f"would train wrongly. {INSTEAD} torch.optim.Muon and torch.optim.Adafactor themselves work, and "
-                "others by lightning_zero.register_matrix_rule."
+                f"{own} {reason}, but each rank holds only a flat piece of every parameter, so it "
+                f"would train wrongly. {INSTEAD} {_MUONS.format(own, own) if 'Muon' in name else OTHERS}"
             )
-    name = type(optimizer).__name__
     inner = next((type(v).__name__ for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)), None)
     if inner is not None:
         raise UnsupportedError(
-            f"{name} steps parameters by another optimizer that it holds ({inner}), whose state no checkpoint of "
+            f"{own} steps parameters by another optimizer that it holds ({inner}), whose state no checkpoint of "
             f"sharded parameters would hold. Return the {inner} itself from configure_optimizers(), or put the rule "
-            f"of {name} into a subclass of it."
+            f"of {own} into a subclass of it."
         )
     if "_optimizer_step_post_hooks" not in vars(optimizer):
         raise UnsupportedError(
-            f"{name} has not called torch.optim.Optimizer.__init__(), so its steps have no hooks, in which shards are "
+            f"{own} has not called torch.optim.Optimizer.__init__(), so its steps have no hooks, in which shards are "
             "made ready. Call super().__init__(params, defaults) in its __init__."
         )
     steps = any(group["params"] for group in optimizer.param_groups)  # Lightning has an optimizer without parameters
@@ -134,6 +141,12 @@ def check_matrices(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], An
         rule = rule_for(optimizer, group)
         if not isinstance(rule, MatrixRule | ReductionRule):
             continue
+        missing = [key for key in rule.settings if key.removesuffix(".0").removesuffix(".1") not in group]
+        if missing:
+            raise UnsupportedError(
+                f"The rule of {name} reads the settings {missing}, which a parameter group does not have. Name those "
+                f"of the group in the rule: {sorted(set(group) - {'params'})}."
+            )
         if masters_on_host:
             raise UnsupportedError(
                 f"offload=('optimizer', 'parameters') steps parameters in chunks, but {name} needs full parameters. "

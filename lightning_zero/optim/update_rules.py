@@ -158,6 +158,11 @@ def _adam(descent: Descent, amsgrad: bool) -> Rule:
     return Rule(_SETTINGS, names, scalars, apply, nonnegative=names[1:], initial=zeros)
 
 
+def adamw(group: Mapping[str, Any]) -> Rule:
+    """Return the rule of ``torch.optim.AdamW`` for a parameter group, which may lack options that are off."""
+    return _adam(Descent.from_group({"maximize": False} | dict(group), decoupled=True), bool(group.get("amsgrad")))
+
+
 @cache
 def _adamax(descent: Descent) -> Rule:
     """AdaMax (Kingma & Ba, 2015, algorithm 2); as in ``torch.optim``, ``eps`` keeps the maximum from zero."""
@@ -406,7 +411,7 @@ _RULES: Mapping[type[torch.optim.Optimizer], MakeMatrixRule] = {
     torch.optim.Adadelta: lambda group: _adadelta(Descent.from_group(group)),
     torch.optim.Adagrad: lambda group: _adagrad(Descent.from_group(group)),
     torch.optim.Adam: lambda group: _adam(Descent.from_group(group), group["amsgrad"]),
-    torch.optim.AdamW: lambda group: _adam(Descent.from_group(group, decoupled=True), group["amsgrad"]),
+    torch.optim.AdamW: adamw,
     torch.optim.Adamax: lambda group: _adamax(Descent.from_group(group)),
     torch.optim.ASGD: lambda group: _asgd(Descent.from_group(group)),
     torch.optim.Muon: muon,
@@ -533,6 +538,14 @@ def register_matrix_rule(optimizer: type[torch.optim.Optimizer], make: MakeMatri
         >>> from lightning_zero.optim.matrix_rules import muon
         >>> class MyMuon(torch.optim.Muon): ...
         >>> lightning_zero.register_matrix_rule(MyMuon, muon)
+
+        A class whose groups say which rule they use::
+
+            from lightning_zero.optim.update_rules import adamw
+
+            lightning_zero.register_matrix_rule(
+                MuonWithAdam, lambda group: muon(group) if group["use_muon"] else adamw(group)
+            )
     """
     _register(optimizer, make)
 

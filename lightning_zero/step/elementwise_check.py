@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
+from lightning_zero.optim.support import INSTEAD, OTHERS, is_torch_optimizer
 from lightning_zero.optim.update_rules import has_rules
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.shard_reductions import REDUCTIONS, is_elementwise_pair
@@ -58,9 +58,8 @@ def explain_shape_error(optimizer: torch.optim.Optimizer, error: Exception) -> N
         return
     raise UnsupportedError(
         f"The step() of {type(optimizer).__name__} failed ({type(error).__name__}: {line}). Each rank holds only a "
-        f"flat piece of every parameter, which an optimizer of full matrices cannot step. {INSTEAD} torch.optim.Muon "
-        "and torch.optim.Adafactor themselves work, and others by lightning_zero.register_matrix_rule. If its rule is "
-        "elementwise, make its state by torch.zeros_like(p)."
+        f"flat piece of every parameter, which an optimizer of full matrices cannot step. {INSTEAD} {OTHERS} "
+        "If its rule is elementwise, make its state by torch.zeros_like(p)."
     ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_zero import Rule, register_matrix_rule
 from lightning_zero.engine import Engine
-from lightning_zero.errors import RankMismatchError
+from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.optim.matrix_rules import _muon
 from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.muon import ROWS, Net, WideMuon, batch, orthogonalize
@@ -384,6 +385,41 @@ def test_float64_is_float64_throughout(ranks: Ranks) -> None:
     for found in ranks.run(2, _doubles):
         for name, value in model.named_parameters():
             torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-11)
+
+
+# -- rules that are wrong
+
+
+class Wrong(torch.optim.SGD):
+    pass
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "of another shape": ({"transform": lambda x: x.mT}, "The transform of a MatrixRule returned .*rows, columns"),
+    "without state": ({"prepare": lambda p, g, state, s: (g, {})}, "with the state .'momentum_buffer'"),
+    "with one number": ({"prepare": lambda p, g, state, s: (g.mean(), state)}, "each of the shard's shape"),
+    "of another setting": ({"settings": ("lr", "momentumm")}, "reads the settings .'momentumm'.*'momentum'"),
+}
+_rules = {"now": MUON}
+register_matrix_rule(Wrong, lambda group: _rules["now"])
+
+
+def _wrong() -> dict[str, str]:
+    found = {}
+    for name, (changes, _) in WRONG.items():
+        _rules["now"] = replace(MUON, transform_batches=None, **changes)
+        with pytest.raises((ValueError, UnsupportedError)) as raised, flat(Wrong) as (engine, model, optimizer):
+            flat_steps(engine, model, optimizer, range(1))
+        found[name] = str(raised.value)
+    return found
+
+
+def test_a_rule_that_returns_something_else_is_refused_with_the_reason(ranks: Ranks) -> None:
+    for found in ranks.run(1, _wrong):
+        for name, (_, message) in WRONG.items():
+            assert re.search(message, found[name]), (name, found[name])
+    with pytest.raises(ValueError, match="differ in size"):
+        replace(MUON, result_dtype=torch.bfloat16)
 
 
 # -- checkpoints

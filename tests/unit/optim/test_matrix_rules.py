@@ -25,7 +25,7 @@ from lightning_zero.optim.matrix_rules import as_matrices, as_one_matrix, muon
 from lightning_zero.optim.newton_schulz import iterate_in_half
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_optimizer
-from lightning_zero.optim.update_rules import needs_matrices, rule_for
+from lightning_zero.optim.update_rules import adamw, needs_matrices, rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.muon import orthogonalize
@@ -88,6 +88,21 @@ def test_a_subclass_needs_a_rule_of_its_own() -> None:
         register_matrix_rule(Own, lambda group: muon(group))
     with pytest.raises(ValueError, match="is no class of optimizers"):
         register_matrix_rule(optimizer, muon)  # type: ignore[arg-type]
+
+
+class WithAdam(torch.optim.Optimizer):
+    pass
+
+
+def test_a_class_of_both_kinds_of_groups_takes_rules_of_torch() -> None:
+    register_matrix_rule(WithAdam, lambda group: muon(group) if group["use_muon"] else adamw(group))
+    of_muon = {"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": True, "lr": 0.02, "momentum": 0.95}
+    of_adam = {"params": [nn.Parameter(torch.zeros(2))], "use_muon": False, "lr": 3e-4, "betas": (0.9, 0.95)}
+    optimizer = WithAdam([of_muon, of_adam], {"weight_decay": 0.1})
+    matrices, others = (rule_for(optimizer, group) for group in optimizer.param_groups)
+    check_optimizer(optimizer)
+    torchs = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]), torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    assert [matrices, others] == [rule_for(own, own.param_groups[0]) for own in torchs]
 
 
 # -- buckets and owners
