@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_reads_in_place import train
+from tests.helpers.in_place import train
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(1)
