@@ -627,8 +627,8 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
 def _fake_inputs(mode: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return fake tensors that share a storage only if the tensors overlap.
 
-    Staged state of several dtypes lies in one buffer, and AOTAutograd refuses to mutate inputs of several dtypes in one
-    storage. A gradient that aliases a compute copy overlaps it, so that must stay known to the compiler.
+    One buffer stages offloaded state of all dtypes. AOTAutograd refuses graphs that mutate two inputs of one storage if
+    their dtypes differ. A gradient that aliases a compute copy overlaps it, and the compiler must know that.
     """
     spans = [StorageSpan(tensor) for tensor in tensors]
 

@@ -162,7 +162,7 @@ def test_packed_weights_are_dequantized_in_fp8_in_the_layout_of_each_product(kin
     assert [product.args[1] for product in called(graph, SCALED_MM)] == weights
     assert {node.meta["val"].dtype for node in weights} == {torch.float8_e4m3fn}  # none has 16 bits
     assert {node.meta[RECOMPUTE] for node in weights} == {CheckpointPolicy.MUST_RECOMPUTE}
-    # Of the activation and of the gradient; the packed weight has its own, of which both layouts read one.
+    # The graph computes maxima of the activation and of the gradient. The packed weight contains its maximum.
     assert len(called(graph, aten.amax.default)) == 2
     factors = {node.args[4] for node in weights}
     scales = {product.args[3] for product in called(graph, SCALED_MM)}
