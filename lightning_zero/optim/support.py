@@ -26,8 +26,8 @@ OTHERS = (
     "torch.optim.Muon and torch.optim.Adafactor themselves work, and others by lightning_zero.register_matrix_rule."
 )
 _MUONS = (
-    "torch.optim.Muon itself works. If {} computes the same, import muon from lightning_zero.optim.matrix_rules, and "
-    "write lightning_zero.register_matrix_rule({}, muon). For a class that has groups of other parameters, too, see "
+    "torch.optim.Muon itself works. If {0} computes the same, import muon from lightning_zero.optim.matrix_rules, and "
+    "write lightning_zero.register_matrix_rule({0}, muon). For a class that has groups of other parameters, too, see "
     "the recipe of Muon in the documentation."
 )
 
@@ -78,7 +78,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         if reason is not None:
             raise UnsupportedError(
                 f"{own} {reason}, but each rank holds only a flat piece of every parameter, so it "
-                f"would train wrongly. {INSTEAD} {_MUONS.format(own, own) if 'Muon' in name else OTHERS}"
+                f"would train wrongly. {INSTEAD} {_MUONS.format(own) if 'Muon' in name else OTHERS}"
             )
     inner = next((type(v).__name__ for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)), None)
     if inner is not None:

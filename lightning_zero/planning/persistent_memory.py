@@ -24,7 +24,7 @@ from lightning_zero.optim.state_dtypes import (
 )
 from lightning_zero.optim.update_rules import MatrixRule, begins_by_rule, needs_matrices, rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
-from lightning_zero.sharding.flat_memory import compute_dtype_of
+from lightning_zero.sharding.flat_memory import compute_dtype_of, is_read_in_place
 from lightning_zero.sharding.frozen_weights import FrozenWeights
 from lightning_zero.sharding.layout import ShardLayout
 
@@ -189,9 +189,8 @@ def _unsharded_cache_bytes(shards: Sequence[ParamShard], config: EngineConfig) -
     for s in shards:
         used = s.dtype if s.keeps_dtype else s.compute_dtype(config.compute_dtype if config.compile else None)
         full = replace(s.layout, world_size=1).shard_numel * s.layout.world_size * used.itemsize
-        if s.layout.world_size == 1 and used == s.dtype:
-            continue  # graphs read the shard itself
-        if s.layout.numel * used.itemsize > small_bytes and full <= left:
+        fits = s.layout.numel * used.itemsize > small_bytes and full <= left
+        if fits and not is_read_in_place(s.layout, s.dtype, used):
             left -= full
             total += full
     return total

@@ -25,6 +25,26 @@ TILE_ROWS, TILE_WORDS, TILE_WARPS = 128, 32, 8
 
 
 @jit
+def _block_factors(  # type: ignore[no-untyped-def]
+    packed_ptr,
+    word,
+    inside,
+    maxima_begin,
+    scales_begin,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCKS_PER_SCALE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return the number by which the block of each word of NF4 codes is multiplied."""
+    block = word // BLOCK_WORDS
+    maxima_ptr = (packed_ptr + maxima_begin).to(tl.pointer_type(tl.uint8))
+    scales_ptr = (packed_ptr + scales_begin).to(tl.pointer_type(tl.float32))
+    maximum = tl.load(maxima_ptr + block, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(scales_ptr + block // BLOCKS_PER_SCALE, mask=inside, other=0.0)
+    return maximum * maximum * scale * STEP
+
+
+@jit
 def _nf4(  # type: ignore[no-untyped-def]
     packed_ptr,
     factor_ptr,
@@ -41,18 +61,14 @@ def _nf4(  # type: ignore[no-untyped-def]
     CHUNKS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    maxima_ptr = (packed_ptr + maxima_begin).to(tl.pointer_type(tl.uint8))
-    scales_ptr = (packed_ptr + scales_begin).to(tl.pointer_type(tl.float32))
     table_ptr = (packed_ptr + table_begin).to(tl.pointer_type(tl.float32))
     number = 1.0 if factor_ptr is None else tl.load(factor_ptr)
     for chunk in tl.static_range(CHUNKS):
         word = (tl.program_id(0) * CHUNKS + chunk) * WORDS + tl.arange(0, WORDS)
         codes = tl.load(packed_ptr + word, mask=word < words, other=0) if MASKED else tl.load(packed_ptr + word)
-        block = word // BLOCK_WORDS
-        inside = word < words
-        maximum = tl.load(maxima_ptr + block, mask=inside, other=0).to(tl.float32)
-        scale = tl.load(scales_ptr + block // BLOCKS_PER_SCALE, mask=inside, other=0.0)
-        factor = maximum * maximum * scale * STEP
+        factor = _block_factors(
+            packed_ptr, word, word < words, maxima_begin, scales_begin, BLOCK_WORDS, BLOCKS_PER_SCALE, STEP
+        )
         field = tl.arange(0, 8)
         code = (codes[:, None] >> (4 * field)[None, :]) & 15
         value = tl.load(table_ptr + code) * factor[:, None]
@@ -111,12 +127,9 @@ def _nf4_transposed(  # type: ignore[no-untyped-def]
     word = row[:, None] * row_words + column_word[None, :]
     # As int64, Triton 3.6 exchanges codes between threads, and otherwise eight times as many pointers into the table.
     codes = tl.load(packed_ptr + word, mask=inside, other=0).to(tl.int64)
-    block = word // BLOCK_WORDS
-    maxima_ptr = (packed_ptr + maxima_begin).to(tl.pointer_type(tl.uint8))
-    scales_ptr = (packed_ptr + scales_begin).to(tl.pointer_type(tl.float32))
-    maximum = tl.load(maxima_ptr + block, mask=inside, other=0).to(tl.float32)
-    scale = tl.load(scales_ptr + block // BLOCKS_PER_SCALE, mask=inside, other=0.0)
-    block_factor = maximum * maximum * scale * STEP
+    block_factor = _block_factors(
+        packed_ptr, word, inside, maxima_begin, scales_begin, BLOCK_WORDS, BLOCKS_PER_SCALE, STEP
+    )
     factor = tl.load(factor_ptr)
     table_ptr = (packed_ptr + table_begin).to(tl.pointer_type(tl.float32))
     for field in tl.static_range(8):

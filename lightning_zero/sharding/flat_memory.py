@@ -509,7 +509,7 @@ class ShardMemory:
             layout, used = _full_layout(record), _use_dtype(record, dtype)
             size = layout.shard_numel * used.itemsize
             fits = record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes
-            if fits and not _is_read_in_place(record, used):
+            if fits and not is_read_in_place(record.layout, record.param.dtype, used):
                 budget_bytes -= size
                 found.append((record, layout, used))
         existing = [self._existing_full_copy(record, used) for record, _, used in found]
@@ -531,9 +531,12 @@ class ShardMemory:
 
     def unsharded_bytes(self, dtype: torch.dtype | None) -> int:
         """Return the bytes of all unsharded copies, with padding, in the dtypes of ``cache_unsharded``."""
-        used = ((record, _use_dtype(record, dtype)) for record in self._records.live)
-        copied = ((record, own) for record, own in used if not _is_read_in_place(record, own))
-        return sum(_full_layout(record).shard_numel * own.itemsize for record, own in copied)
+        total = 0
+        for record in self._records.live:
+            used = _use_dtype(record, dtype)
+            if not is_read_in_place(record.layout, record.param.dtype, used):
+                total += _full_layout(record).shard_numel * used.itemsize
+        return total
 
     def _free_unsharded(self) -> None:
         self._unsharded = None
@@ -573,9 +576,9 @@ def _use_dtype(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dty
     return own if stays_full_precision(record) else compute_dtype_of(own, dtype)
 
 
-def _is_read_in_place(record: ShardedParameter, dtype: torch.dtype) -> bool:
-    """Return True if compiled code reads the shard itself: it is the full parameter, in this dtype."""
-    return record.layout.world_size == 1 and dtype == record.param.dtype
+def is_read_in_place(layout: ShardLayout, own: torch.dtype, used: torch.dtype) -> bool:
+    """Return True if compiled code reads the shard itself: the full parameter, in the dtype in use."""
+    return layout.world_size == 1 and used == own
 
 
 def _allocate_full_precision(

@@ -282,7 +282,8 @@ class GradientPlacement:
         self.automatic = wanted
         if moves:
             self.set_aliasing(wanted)
-        self._watch_readers()
+        else:
+            self._watch_readers()
         return moves
 
     def _watch_readers(self) -> None:

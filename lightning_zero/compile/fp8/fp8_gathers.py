@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.fp8.linear_products import LinearProduct
-from lightning_zero.compile.fx_utils import GATHER, TRANSPOSES, calls, cast_dtype
+from lightning_zero.compile.fx_utils import GATHER, TRANSPOSES, calls, cast_dtype, views_and_casts
 from lightning_zero.native.ops import Op, register_op
 
 WEIGHT_FACTOR = "weight_factor"
@@ -70,9 +70,7 @@ def _is_read_only_by(products: AbstractSet[Node], gather: Node, source: Node) ->
 
 def erase_unread(graph: Graph, weight: Node) -> None:
     """Erase a weight if only its own views and casts read it."""
-    found = [weight]
-    for node in found:  # the list grows
-        found += node.users
-    if all(node is weight or node.target in TRANSPOSES or cast_dtype(node) is not None for node in found):
-        for node in dict.fromkeys(reversed(found)):
-            graph.erase_node(node)
+    forms = views_and_casts(weight)
+    if all(user in forms for form in forms for user in form.users):
+        for form in reversed(forms):
+            graph.erase_node(form)

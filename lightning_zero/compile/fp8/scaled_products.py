@@ -37,6 +37,8 @@ _permute = _aten.permute.default
 _cast = torch.ops.prims.convert_element_type.default
 # Bounds a maximum from below, so that the scale of a matrix of zeros is finite.
 MIN_AMAX = 1e-12
+# Meta of numbers that forward saves for backward.
+_SAVED = {AC_GRAPH_ID: OUTSIDE, RECOMPUTE: CheckpointPolicy.MUST_SAVE}
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -186,13 +188,12 @@ class _Casts:
         if (gather := self._gathered.get(source)) is not None:
             self._add_gathered(key, gather, product)
             return
-        call, largest, policy = self._insert.call, torch.finfo(dtype).max, self._policy(source)
+        call, policy = self._insert.call, self._policy(source)
         matrix = self.results.get(source, source)
         with self._graph.inserting_before(product.node):
             amax = call(_aten.amax.default, call(_aten.abs.default, matrix), list(dims), len(dims) == 1)
             precise = call(_cast, amax, torch.float32)
-            bounded = call(_aten.clamp_min.default, precise, MIN_AMAX)
-            inverse = call(_aten.mul.Tensor, bounded, 1 / largest)
+            inverse = self._inverse_scale(precise, dtype)
             steps = [call(_aten.reciprocal.default, inverse), call(_cast, matrix, torch.float32)]
             steps.append(call(_aten.mul.Tensor, steps[1], steps[0]))
             # No clamp: rounding exceeds the largest number by less than half of its last place.
@@ -224,35 +225,40 @@ class _Casts:
             weight = call(gather.target, shard, shape, dtype)
             factor = call(ops(WEIGHT_FACTOR), shard)
             if self._notes_health:
-                amax, row = call(_aten.mul.Tensor, factor, torch.finfo(dtype).max), MATRICES.index("weight")
-                factor = insert_health(call, factor, amax, (None, None), product.shard, row)
+                factor = self._note_amax(factor, call(_aten.mul.Tensor, factor, torch.finfo(dtype).max), product)
         # The weight is gathered again for backward, or saved, as ``source`` would have been.
         tags = {key: source.meta[key] for key in (AC_GRAPH_ID, RECOMPUTE) if key in source.meta}
         weight.meta = {**gather.meta, **tags, "val": weight.meta["val"]}
-        factor.meta |= {AC_GRAPH_ID: OUTSIDE, RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+        factor.meta |= _SAVED
         self._inverse_scales[key], self._cast[key] = factor, weight
 
     def _dequantize(self, key: _Key, whole: Node, product: LinearProduct, transposed: bool) -> _Fp8Matrix:
         source, dtype, _ = key
         packed, shape, _, kind, *_ = whole.args
         known = self._transposed if transposed else self._cast
-        call, largest = self._insert.call, torch.finfo(dtype).max
+        call = self._insert.call
         with self._graph.inserting_before(product.node):
             if key not in self._factors:
                 self.dequantized.append(whole)
                 amax = largest_value(call, packed, packed.meta["val"].shape[0])  # type: ignore[union-attr]
-                inverse = call(_aten.mul.Tensor, call(_aten.clamp_min.default, amax, MIN_AMAX), 1 / largest)
-                self._factors[key] = used = call(_aten.reciprocal.default, inverse)
-                if self._notes_health:
-                    row = MATRICES.index("weight")
-                    inverse = insert_health(call, inverse, amax, (None, None), product.shard, row)
-                self._inverse_scales[key] = inverse
-                for node in (inverse, used):
-                    node.meta |= {AC_GRAPH_ID: OUTSIDE, RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+                inverse = self._inverse_scale(amax, dtype)
+                self._factors[key] = call(_aten.reciprocal.default, inverse)
+                self._inverse_scales[key] = self._note_amax(inverse, amax, product) if self._notes_health else inverse
+                for number in (self._factors[key], self._inverse_scales[key]):
+                    number.meta |= _SAVED
             if key not in known:
                 known[key] = call(DEQUANTIZE, packed, shape, dtype, kind, self._factors[key], transposed)
                 known[key].meta |= self._policy(source)
         return _Fp8Matrix(known[key], self._inverse_scales[key])
+
+    def _inverse_scale(self, amax: Node, dtype: torch.dtype) -> Node:
+        bounded = self._insert.call(_aten.clamp_min.default, amax, MIN_AMAX)
+        return self._insert.call(_aten.mul.Tensor, bounded, 1 / torch.finfo(dtype).max)
+
+    def _note_amax(self, inverse: Node, amax: Node, product: LinearProduct) -> Node:
+        """Report the largest value of a weight, whose shares of elements no rank knows."""
+        row = MATRICES.index("weight")
+        return insert_health(self._insert.call, inverse, amax, (None, None), product.shard, row)
 
     def _policy(self, source: Node) -> dict[str, Any]:
         """Return the meta that decides whether backward recomputes a cast.

@@ -67,8 +67,9 @@ def _host_costs(context: PassContext) -> HostCosts:
 def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
     """Return the passes for these options; without ``prefetch`` each weight is gathered alone at its use."""
     config = context.config
+    in_place = (READ_IN_PLACE,) if context.reads_in_place else ()
     if not config.prefetch:
-        return (READ_IN_PLACE, *MINIMAL_PASSES) if context.reads_in_place else MINIMAL_PASSES
+        return *in_place, *MINIMAL_PASSES
     limits = GroupLimits(context.group_bytes, context.small_bytes, GROUPS_PER_GRAPH, FIRST_GROUPS)
     unstarted = frozenset({"started"})
     group = partial(
@@ -94,7 +95,7 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             requires=frozenset({"ordered"}),
             conflicts=unstarted,
         ),
-        *([READ_IN_PLACE] if context.reads_in_place else []),
+        *in_place,
         PassSpec("group_gathers", group, requires=frozenset({"ordered"}), provides=unstarted, conflicts=unstarted),
         PassSpec("merge_reduces", merge_reduces, conflicts=frozenset({"enqueued"})),
         ENQUEUE_GRADIENTS,
