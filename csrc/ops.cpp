@@ -37,6 +37,14 @@ at::Tensor gather_start(const at::Tensor& shard, at::IntArrayRef shape, at::Scal
   return executor->weights().gather_start(index, shape, dtype);
 }
 
+// Return the weight in `dtype` as a view of the copy that this rank keeps, which must be the whole weight;
+// newly gathered without a copy that may be read. The schema says that the result is a view of `shard`, so
+// that Inductor neither reuses nor overwrites its memory.
+at::Tensor weight_view(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  auto [executor, index] = ShardTable::instance().find(shard, "weight_view");
+  return executor->weights().view(index, shape, dtype);
+}
+
 // Return the number by which the weight was divided before it was cast to fp8. A copy, since Inductor may
 // reuse a result's memory.
 at::Tensor weight_factor(const at::Tensor& shard) {
@@ -84,14 +92,22 @@ void reduce_group(at::TensorList grads, at::TensorList shards) {
   }
 }
 
-// Leave gradients with a nonzero `zero_copy` in place until reduce_release.
-void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayRef zero_copy) {
+// Leave gradients with a nonzero `zero_copy` in place until reduce_release. `read`: as of reduce_after_reads.
+void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayRef zero_copy,
+                      at::TensorList read) {
   auto& executor = executor_of(shards, "reduce_zero_copy", grads.size());
   executor_of(shards, "reduce_zero_copy", zero_copy.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     executor.gradients().reduce(ShardTable::instance().find(shards[i], "reduce_zero_copy").index, grads[i],
                                 zero_copy[i] != 0);
   }
+}
+
+// Reduce gradients of weights some of which, those of the shards `read`, the graph reads through weight_view.
+// The gradient may use that memory, and the schema says that the op writes to `read`: it runs after all
+// readers.
+void reduce_after_reads(at::TensorList grads, at::TensorList shards, at::TensorList read) {
+  reduce_group(grads, shards);
 }
 
 void reduce_release(at::TensorList grads, at::TensorList shards) {
@@ -159,6 +175,7 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_eager));
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_start));
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor", any(gather_group));
+  m.def("weight_view(Tensor(a) shard, int[] shape, ScalarType dtype) -> Tensor(a)", any(weight_view));
   m.def("weight_factor(Tensor shard) -> Tensor", any(weight_factor));
   m.def(
       "fp8_health(Tensor scale, Tensor amax, Tensor? underflow, Tensor? overflow, Tensor shard, int matrix) "
@@ -170,7 +187,10 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("reduce(Tensor grad, Tensor shard, int number=0) -> Tensor", any(reduce));
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()", any(reduce_add));
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_group));
-  m.def("reduce_zero_copy(Tensor[] grads, Tensor[] shards, int[] zero_copy) -> ()", any(reduce_zero_copy));
+  m.def("reduce_zero_copy(Tensor[] grads, Tensor[] shards, int[] zero_copy, Tensor(a!)[] read) -> ()",
+        any(reduce_zero_copy));
+  m.def("reduce_after_reads(Tensor[] grads, Tensor[] shards, Tensor(a!)[] read) -> ()",
+        any(reduce_after_reads));
   m.def("reduce_release(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_release));
   m.def("offload(Tensor value, Tensor shard) -> Tensor", any(offload));
   m.def("offload_start(Tensor value, Tensor shard) -> Tensor", any(offload_start));

@@ -46,7 +46,7 @@ WeightCapture::Recorded WeightCapture::end() {
     weights_.log().append(gathers);  // a CPU executes what it captures
   return {weights_.unsharded_cache().end_recording(),
           exchange ? exchange->end_recording() : HostExchange::Recorded{},
-          grad_aliasing::parameters_read(context_), std::move(gathers)};
+          grad_aliasing::reads_noted(context_), std::move(gathers)};
 }
 
 bool WeightCapture::fits(const Recorded& graph, std::set<int64_t>& gathered) const {
@@ -58,7 +58,7 @@ bool WeightCapture::fits(const Recorded& graph, std::set<int64_t>& gathered) con
 void WeightCapture::before_replay(const Recorded& graph) {
   weights_.sync_compute_shards();
   weights_.log().append(graph.gathers);
-  for (const auto index : graph.read) grad_aliasing::check_is_weight(context_.at(index));
+  grad_aliasing::check_readable(context_, graph.reads);
   if (auto* exchange = weights_.exchange())
     exchange->before_replay(graph.exchange);
 }

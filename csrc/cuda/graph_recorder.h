@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "gradients/grad_aliasing.h"
 #include "gradients/gradient_capture.h"
 #include "weights/weights.h"
 
@@ -30,7 +31,7 @@ class WeightCapture {
   struct Recorded {
     UnshardedCache::Recorded unsharded_cache;
     HostExchange::Recorded exchange;
-    std::vector<int64_t> read;  // parameters whose compute shards are read and that gradients may alias
+    grad_aliasing::Reads reads;  // of compute shards that gradients may alias
     GatherLog::Entries gathers;
   };
 

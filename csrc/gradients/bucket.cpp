@@ -346,6 +346,21 @@ void ReduceBucket::accumulate(int64_t begin, int64_t width, const ApplySum& sums
     sums(flat_range(fp32_memory(), begin, width), begin, /*add=*/false);
 }
 
+void ReduceBucket::accumulate_sent() {
+  TORCH_INTERNAL_ASSERT(ranks_ == 1 && hosts_ == 1 && !deferred);
+  std::vector<at::Tensor> written, values, summed, addends;
+  for (size_t index = 0; index < slots_.size(); ++index) {
+    auto& slot = slots_[index];
+    const bool add = std::exchange(slot.add, true);
+    (add ? summed : written).push_back(slot.record->grad);
+    (add ? addends : values).push_back(send_slice(index));
+  }
+  if (!written.empty())
+    tensors::copy_each(written, values);
+  if (!summed.empty())
+    tensors::add_each(summed, addends);
+}
+
 at::Tensor ReduceBucket::sum_on_host() {
   std::vector<at::Tensor> to, from;
   auto sums = fp32_memory();

@@ -156,6 +156,9 @@ class ReduceBucket {
   // hosts, to host_sums. `inter_host`: the elements are sums over all hosts and go to the gradient shards.
   void accumulate(int64_t begin, int64_t width, const ApplySum& sums, bool inter_host = false);
 
+  // Apply the gradients of a single rank from the memory that would be sent.
+  void accumulate_sent();
+
   void reset();  // any -> EMPTY; releases the buffer
 
   State state() const { return state_; }

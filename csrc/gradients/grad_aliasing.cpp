@@ -31,6 +31,19 @@ void note_read_until(ParamRecord& record, const Pending& pending) {
   record.compute_shard.last_read.drop_continuation();
 }
 
+bool may_view(const ParamRecord& record) {
+  return !(record.compute_shard.gradient_arrived && record.is_grad_aliased());
+}
+
+void note_view(ParamRecord& record) {
+  if (record.is_grad_aliased())
+    record.compute_shard.was_read = record.compute_shard.was_viewed = true;
+}
+
+void note_arrival(ParamRecord& record) {
+  record.compute_shard.gradient_arrived = true;
+}
+
 void begin_gradient(ParamRecord& record, const c10::Device& device) {
   if (!record.is_grad_aliased())
     return;
@@ -43,20 +56,33 @@ void forget_reads(Context& context) {
 }
 
 void begin_noting_reads(Context& context) {
-  for (auto& record : context.records) record->compute_shard.was_read = false;
+  for (auto& record : context.records)
+    record->compute_shard.was_read = record->compute_shard.was_viewed = false;
 }
 
-std::vector<int64_t> parameters_read(const Context& context) {
-  std::vector<int64_t> found;
+Reads reads_noted(const Context& context) {
+  Reads found;
   for (const auto& record : context.records) {
-    if (record->compute_shard.was_read)
-      found.push_back(record->index);
+    if (record->compute_shard.was_viewed)
+      found.viewed.push_back(record->index);
+    else if (record->compute_shard.was_read)
+      found.copied.push_back(record->index);
   }
   return found;
 }
 
+void check_readable(const Context& context, const Reads& reads) {
+  for (const auto index : reads.copied) check_is_weight(context.at(index));
+  for (const auto index : reads.viewed) {
+    check_is_weight(context.at(index));
+    if (!may_view(context.at(index)))
+      raise_in_use(context.at(index));
+  }
+}
+
 void end_backward(Context& context) {
   for (auto& record : context.records) {
+    record->compute_shard.gradient_arrived = false;
     if (!record->is_grad_aliased())
       continue;
     if (record->compute_shard.state == ComputeShardState::GRADIENT_PENDING)

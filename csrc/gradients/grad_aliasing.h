@@ -24,13 +24,26 @@ namespace lightning_zero::grad_aliasing {
 void check_is_weight(const ParamRecord& record);
 // The compute shard is read until `pending` completes.
 void note_read_until(ParamRecord& record, const Pending& pending);
+// Return true if a compiled graph may read the compute shard itself from now until it enqueues the gradient.
+// After another graph of this backward has enqueued one, a bucket may be launched at any time.
+bool may_view(const ParamRecord& record);
+// A compiled graph reads the compute shard itself, on the current stream.
+void note_view(ParamRecord& record);
+// This backward has enqueued a gradient of the parameter.
+void note_arrival(ParamRecord& record);
 // The parameter's gradient is about to be reduced, or a replay has reduced it.
 void begin_gradient(ParamRecord& record, const c10::Device& device);
 // Forget reads at the boundaries of a capture: captured work must not wait for other work, nor vice versa.
 void forget_reads(Context& context);
-// Record the parameters whose compute shards are read from now on; parameters_read() returns them.
+// Parameters whose compute shards a graph reads: copies of them, or the memory itself.
+struct Reads {
+  std::vector<int64_t> copied, viewed;
+};
+// Note the reads from now on; reads_noted() returns them.
 void begin_noting_reads(Context& context);
-std::vector<int64_t> parameters_read(const Context& context);
+Reads reads_noted(const Context& context);
+// Raise if a replay of these reads would find a gradient.
+void check_readable(const Context& context, const Reads& reads);
 // End the backward.
 void end_backward(Context& context);
 // Return true if the compute shard may be written now.

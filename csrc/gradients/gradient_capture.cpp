@@ -52,7 +52,8 @@ void GradientCapture::begin(bool backward, bool adding, int64_t segment) {
   grad_aliasing::forget_reads(context_);
   for (auto& record : context_.records) {
     auto& sum = record->deferred;
-    outer_records_.emplace_back(sum.filled, sum.version, record->compute_shard.state);
+    const auto& copy = record->compute_shard;
+    outer_records_.emplace_back(sum.filled, sum.version, copy.state, copy.gradient_arrived);
     const bool filled = sum.memory.defined() && (recorded_.deferred || recorded_.sends_deferred);
     if (filled && !sum.filled && !has_streams(context_.device))
       sum.memory.zero_();  // a CPU executes what it captures
@@ -116,7 +117,8 @@ void GradientCapture::restore() {
   grad_aliasing::forget_reads(context_);
   for (size_t i = 0; i < outer_records_.size(); ++i) {
     auto& record = *context_.records[i];
-    std::tie(record.deferred.filled, record.deferred.version, record.compute_shard.state) = outer_records_[i];
+    std::tie(record.deferred.filled, record.deferred.version, record.compute_shard.state,
+             record.compute_shard.gradient_arrived) = outer_records_[i];
   }
 }
 
@@ -202,6 +204,7 @@ void GradientCapture::after_replay(const Recorded& graph) {
   auto& now = reducer_.backward();
   auto& layout = reducer_.layout();
   now.arrivals.insert(now.arrivals.end(), graph.arrivals.begin(), graph.arrivals.end());
+  for (const auto i : graph.arrivals) grad_aliasing::note_arrival(context_.at(i));
   note_deferred(graph);
   if (reducer_.deferred().is_full())
     return;

@@ -60,8 +60,9 @@ class GradientCapture {
   // State outside of the capture.
   Backward outer_backward_;
   std::vector<ReduceBucket> outer_buckets_, outer_late_buckets_;
-  // By parameter: `filled` and `version` of DeferredGradient, and the state of the compute shard.
-  std::vector<std::tuple<bool, int64_t, ComputeShardState>> outer_records_;
+  // By parameter: `filled` and `version` of DeferredGradient, `state` and `gradient_arrived` of the compute
+  // shard.
+  std::vector<std::tuple<bool, int64_t, ComputeShardState, bool>> outer_records_;
   BufferPools::Pools outer_pools_;
   // Gradients, with their values before a replay overwrites them.
   std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;

@@ -349,6 +349,7 @@ void Reducer::put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool ze
   context_.count("reduces");
   context_.set_last_parameter(record);
   backward_.arrivals.push_back(index);
+  grad_aliasing::note_arrival(record);
   if (deferred_.is_full()) {
     record.deferred.add(grad);
     return;

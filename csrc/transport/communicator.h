@@ -11,11 +11,11 @@
 // first collective that has not completed on all ranks. Its predecessors have completed, so its ancestors
 // complete on each rank and it starts. After it has started on all ranks, it completes.
 //
-// This also holds for a rank that runs a pass eagerly while others replay it. It launches the same collectives in the
-// same order, since ranks have agreed on the plan, on two streams and after their inputs. Everything ahead of
-// C(i) in a queue was launched before it. That a later collective may start earlier is harmless, as it is if
-// all ranks run. So ranks need not agree on who replays: one may still warm up, have failed to capture, or
-// have a batch of another length, since lengths of batches change no collective.
+// This also holds for a rank that runs a pass eagerly while others replay it. It launches the same
+// collectives in the same order, since ranks have agreed on the plan, on two streams and after their inputs.
+// Everything ahead of C(i) in a queue was launched before it. That a later collective may start earlier is
+// harmless, as it is if all ranks run. So ranks need not agree on who replays: one may still warm up, have
+// failed to capture, or have a batch of another length, since lengths of batches change no collective.
 //
 // This requires that collectives behave alike inside and outside of graphs. NCCL's do, unless it registers
 // the memory of graphs (NCCL_GRAPH_REGISTER, on by default): then it exchanges addresses at capture and uses

@@ -8,10 +8,11 @@
 
 namespace lightning_zero {
 
-// Defined in peer_copy.cpp, collective.cpp, peer_reduce.cpp and cross_host.cpp.
+// Defined in peer_copy.cpp, collective.cpp, single_rank.cpp, peer_reduce.cpp and cross_host.cpp.
 using MakeGather = std::unique_ptr<GatherTransport>(Context&, Communicators&, WeightMemory&);
 MakeGather make_shard_copy_gather, make_peer_copy_gather, make_collective_gather;
 std::unique_ptr<ReduceTransport> make_collective_reduce(const Context& context, Communicator& comm);
+std::unique_ptr<ReduceTransport> make_single_rank_reduce(const Context& context, Communicator& comm);
 std::unique_ptr<ReduceTransport> make_peer_reduce(const Context& context, Communicator& comm,
                                                   const RowMeans& means, std::vector<at::Tensor> staging);
 int64_t peer_reduce_unit(int64_t ranks);
@@ -37,7 +38,8 @@ std::vector<std::unique_ptr<GatherTransport>> Transports::make_gathers(WeightMem
 }
 
 void Transports::use_collective_reduce() {
-  set_reduce(make_collective_reduce(context_, communicators_.reduces()));
+  auto* make = context_.size == 1 ? make_single_rank_reduce : make_collective_reduce;
+  set_reduce(make(context_, communicators_.reduces()));
 }
 
 void Transports::set_reduce(std::unique_ptr<ReduceTransport> intra_host) {

@@ -44,8 +44,10 @@ struct ShardCopy {
   bool written_by_optimizer = false;  // see [Note: shards on the host] in compute_shards.h
   // ---- gradient aliasing
   ComputeShardState state = ComputeShardState::WEIGHT;
-  Pending last_read;      // the last read of `local` by this rank in this backward
-  bool was_read = false;  // since grad_aliasing::begin_noting_reads()
+  Pending last_read;              // the last read of `local` by this rank in this backward
+  bool was_read = false;          // since grad_aliasing::begin_noting_reads()
+  bool was_viewed = false;        // likewise, by graphs that read `local` itself
+  bool gradient_arrived = false;  // in this backward
   // ---- host shards
   const std::string* name = nullptr;  // the parameter's name
   int64_t use_order = -1;             // position in the order of first use; negative: not used yet

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_maximum.h>
 
+#include "gradients/grad_aliasing.h"
 #include "torch_compat.h"
 
 namespace lightning_zero {
@@ -89,6 +90,23 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
   auto started = start_gather(gatherer_, {std::move(records), dtype, numel}, sources);
   register_pending(started.buffer, std::move(started.pending), std::move(sources), context_.device);
   return started.buffer;
+}
+
+at::Tensor Weights::view(int64_t index, at::IntArrayRef shape, at::ScalarType dtype) {
+  Lock lock(context_.mutex);
+  auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(context_.shards() == 1, "the shard of ", record.name, " is not the whole weight");
+  sync_edits_if_any();
+  record.gathered_in.insert(dtype);
+  if (grad_aliasing::may_view(record)) {
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    if (const auto flat = access_.local_source(record, dtype); flat.defined()) {
+      context_.set_last_parameter(record);
+      grad_aliasing::note_view(record);
+      return as_parameter(flat, record.numel, shape);
+    }
+  }
+  return gather(index, shape, dtype, /*tracked=*/false);
 }
 
 at::Tensor Weights::fp8_factor(int64_t index) const {

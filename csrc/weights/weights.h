@@ -29,6 +29,9 @@ class Weights {
   // Gather several weights in one launch into one tensor of `numel` elements, one after the other, each
   // padded.
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
+  // Return the whole weight in `dtype` from memory that this rank keeps until the next step; newly gathered
+  // if there is none, or if a gradient may overwrite it before this backward has read it.
+  at::Tensor view(int64_t index, at::IntArrayRef shape, at::ScalarType dtype);
   // Return a copy of the factor of gathers in fp8, a number.
   at::Tensor fp8_factor(int64_t index) const;
   // Raise the first numbers of a layer's fp8 matrix to these, which are 0-dim, if their memory is set.

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from lightning_zero.compile.fx_utils import InPlaceReads
 from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
@@ -33,6 +36,7 @@ class PassContext:
         saved_share: share, from 0 to 1, of the bytes gathered twice that the graph keeps for backward in addition to
             what ``config`` requests.
         fp8_shards: weights whose products are all in fp8 are gathered in fp8, see ``sharding/fp8_shards.py``.
+        compute_dtype: dtype of compute shards, None without them.
         backward_follows: backward runs right after this graph's forward, with no other graph in between.
     """
 
@@ -44,11 +48,15 @@ class PassContext:
     saved_share: float = 0.0
     backward_follows: bool = False
     fp8_shards: bool = False
+    compute_dtype: torch.dtype | None = None
 
     @property
-    def reads_in_place(self) -> bool:
-        """Return True if this rank holds whole weights, so that graphs can read the shards themselves."""
-        return self.world_size == 1
+    def in_place(self) -> InPlaceReads | None:
+        """Return what graphs can read in place because this rank holds whole weights; None if it does not."""
+        if self.world_size > 1:
+            return None
+        fp8 = (torch.float8_e4m3fn,) if self.fp8_shards else ()
+        return InPlaceReads(frozenset(dtype for dtype in (self.compute_dtype, *fp8) if dtype is not None))
 
     @property
     def small_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ REDUCE = "reduce"
 # from the joint graph to forward and backward, and through Inductor's passes.
 LINEAR_PRODUCTS = "lightning_zero.linear_products"
 READ_IN_PLACE = "lightning_zero.read_in_place"  # key in the meta of a shard's graph input that is read without a gather
+WEIGHT_VIEW = "weight_view"
 ON_HOST = "lightning_zero.on_host"  # key in node.meta[CUSTOM] of gathers whose shards are in host memory
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
 
@@ -86,20 +88,39 @@ def weight_name(node: Node) -> str:
     return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
 
 
-def may_read_shard(gather: Node) -> bool:
-    """Return True if the gather's result can be a view of the shard, where the shard is the whole weight.
+@dataclass(frozen=True)
+class InPlaceReads:
+    """Describes which weights the graphs of one rank read without a copy.
 
-    A gather into the unsharded cache or in another dtype cannot. Neither can a form of the weight in the shard's own
-    shape. Inductor would pass the parameter itself to functions of torch, and in backward these would apply the rules
-    for users' code. Our op and slices read packed weights. Each kernel would read a shard on the host over the link.
+    They read its shards, which are whole weights, and the executor's copies of them in other dtypes.
+
+    Attributes:
+        dtypes: of the copies that the executor keeps: compute shards and fp8 shards.
     """
-    value = shard_of(gather).meta["val"]
-    if gather.args[2] != value.dtype or any(arg is not None for arg in gather.args[3:]):
-        return False
-    if gather.meta.get(CUSTOM, {}).get(ON_HOST):
-        return False
-    packed = not (value.dtype.is_floating_point or value.dtype.is_complex)
-    return packed or all(_shape(form.meta["val"]) != _shape(value) for form in views_and_casts(gather))
+
+    dtypes: frozenset[torch.dtype]
+
+    def covers(self, gather: Node) -> bool:
+        """Return True if a gather's result can be memory that the executor keeps.
+
+        A gather into the unsharded cache has its own. Each kernel would read a shard on the host over the link.
+        """
+        if any(arg is not None for arg in gather.args[3:]):
+            return False
+        if self.covers_shard(gather):
+            return not gather.meta.get(CUSTOM, {}).get(ON_HOST)
+        return gather.args[2] in self.dtypes
+
+    @staticmethod
+    def covers_shard(gather: Node) -> bool:
+        """Return True if a gather has the dtype of its shard."""
+        return bool(gather.args[2] == shard_of(gather).meta["val"].dtype)
+
+    def covers_form(self, form: Node) -> bool:
+        """Return True if a gather is read in place, or a cast of one that becomes a gather in its dtype."""
+        if calls(form, GATHER):
+            return self.covers(form)
+        return cast_dtype(form) in self.dtypes
 
 
 def views_and_casts(weight: Node) -> list[Node]:

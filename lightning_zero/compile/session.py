@@ -195,6 +195,7 @@ class CompileSession:
             self.costs_or_nominal,
             zero_copy_gradients=self._transports.zero_copy_gradients,
             fp8_shards=self.uses_fp8_shards,
+            compute_dtype=self.config.compute_dtype,
         )
 
     @property

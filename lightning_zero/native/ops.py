@@ -55,7 +55,8 @@ class Op:
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
 
-def _fake_full(shard: Tensor, shape: list[int], dtype: torch.dtype, cache: Tensor | None = None) -> Tensor:
+def fake_full(shard: Tensor, shape: list[int], dtype: torch.dtype, cache: Tensor | None = None) -> Tensor:
+    """Fake of an op that returns a full parameter."""
     return shard.new_empty(shape, dtype=dtype)
 
 
@@ -85,9 +86,9 @@ def register_op(op: Op) -> Op:
     return op
 
 
-register_op(Op("gather", shards=0, fake=_fake_full))
-register_op(Op("gather_eager", shards=0, fake=_fake_full))
-register_op(Op("gather_start", shards=0, fake=_fake_full, role=Role.START))
+register_op(Op("gather", shards=0, fake=fake_full))
+register_op(Op("gather_eager", shards=0, fake=fake_full))
+register_op(Op("gather_start", shards=0, fake=fake_full, role=Role.START))
 register_op(reduce_op("reduce", fake=_traced_grad))  # replaced by reduce_add in a pass
 register_op(reduce_op("reduce_add", Role.REDUCE))  # also used by eager code
 

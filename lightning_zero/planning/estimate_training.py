@@ -128,7 +128,8 @@ def plan(
         report = progress or (lambda text: None)
 
         def trace_config(config: EngineConfig) -> TraceConfig:
-            return TraceConfig(PassContext(config.compiled, shard_group, costs), kind, card.speed, True, code.loss)
+            context = PassContext(config.compiled, shard_group, costs, compute_dtype=config.compute_dtype)
+            return TraceConfig(context, kind, card.speed, True, code.loss)
 
         def estimate(config: EngineConfig) -> TrainingPlan:
             trace = trace_config(config)
@@ -287,7 +288,9 @@ def _assemble(
     roles["optimizer_state"] = 0 if offloads else optimizers.states
     roles["offload_buffers"] = int(ring)
     roles["matrix_updates"] = _update_bytes(optimizers, config)
-    roles["reduce_buckets"] = reduce_bucket_bytes(shards, config, inside, copied=ranks > 1 and inside > 1)
+    roles["reduce_buckets"] = reduce_bucket_bytes(
+        shards, config, inside, copied=ranks > 1 and inside > 1, alone=ranks == 1
+    )
     roles["buffers"] = passes.buffers
     found = TrainingPlan(
         device=cluster.device,

@@ -107,8 +107,8 @@ def weight_spans(graph: Graph, context: PassContext) -> list[Span]:
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     forms_of = ((gather, form) for gather in gathers(graph) for form in _gathered_forms(gather))
-    # One rank reads weights in their own dtype in place.
-    uses = {form: _uses(form, position) for g, form in forms_of if not (context.reads_in_place and form is g)}
+    reads = context.in_place
+    uses = {form: _uses(form, position) for _, form in forms_of if reads is None or not reads.covers_form(form)}
     forms = sorted((form for form, at in uses.items() if at), key=lambda form: min(uses[form]))
     small = [form for form in forms if _bytes(form) <= context.small_bytes]
     large = [form for form in forms if _bytes(form) > context.small_bytes]

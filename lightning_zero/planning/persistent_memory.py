@@ -147,10 +147,14 @@ def host_master_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int
     return sum(s.elements * s.dtype.itemsize for s in away if s.compute_dtype(config.compute_dtype) != s.dtype)
 
 
-def reduce_bucket_bytes(shards: Sequence[ParamShard], config: EngineConfig, ranks: int, copied: bool) -> int:
+def reduce_bucket_bytes(
+    shards: Sequence[ParamShard], config: EngineConfig, ranks: int, copied: bool, alone: bool = False
+) -> int:
     """Return the bytes of gradients in flight.
 
     Args:
+        ranks: of one host.
+        alone: there is no other rank, so nothing is received.
         copied: gradients are copied to symmetric memory of other ranks; otherwise collectives reduce buckets.
     """
     limit = config.tuning.reduce_bucket_mb * MIB
@@ -168,7 +172,7 @@ def reduce_bucket_bytes(shards: Sequence[ParamShard], config: EngineConfig, rank
         filled[dtype] = filled.get(dtype, 0) + s.elements if fits else s.elements
         largest[dtype] = max(largest.get(dtype, 0), filled[dtype])
     depth = 2 if config.tuning.reduce_double_buffer else 1
-    return sum(depth * (ranks + 1) * elements * dtype.itemsize for dtype, elements in largest.items())
+    return sum(depth * (ranks + (not alone)) * elements * dtype.itemsize for dtype, elements in largest.items())
 
 
 def _deferred_shards(shard: ParamShard, config: EngineConfig, hosts: int) -> int:
@@ -190,7 +194,7 @@ def _unsharded_cache_bytes(shards: Sequence[ParamShard], config: EngineConfig) -
         used = s.dtype if s.keeps_dtype else s.compute_dtype(config.compute_dtype if config.compile else None)
         full = replace(s.layout, world_size=1).shard_numel * s.layout.world_size * used.itemsize
         fits = s.layout.numel * used.itemsize > small_bytes and full <= left
-        if fits and not is_read_in_place(s.layout, s.dtype, used):
+        if fits and not is_read_in_place(s.layout):
             left -= full
             total += full
     return total

@@ -127,11 +127,13 @@ def _fp8_layers(engine: Engine) -> list[str]:
 
 
 def _fp8_gathers(engine: Engine) -> list[str]:
-    """Return how many weights are gathered in fp8, with ``fp8_shards=True``."""
+    """Return how many weights are gathered or read in fp8, with ``fp8_shards=True``."""
     if not engine.config.tuning.fp8_shards:
         return []
     if (conflict := fp8_shards_conflict(engine.config, engine.mesh)) is not None:
         return [f"fp8_shards=True changes nothing, because {conflict}"]
+    if engine.world_size == 1:
+        return [f"{len(engine.sharder.memory.tensors(Role.FP8_SHARD))} weights are read in fp8"]
     gathers = [gather for plan in engine.session.plans.plan.graphs for gather in plan.gathers]
     names = {name for gather in gathers if gather.dtype == dtype_name(FP8_DTYPE) for name in gather.weights}
     return [f"{len(names)} weights are gathered in fp8"]

@@ -493,7 +493,7 @@ class ShardMemory:
 
         Their modules get views of it. May be repeated; other arguments replace the memory. Parameters of at most
         ``small_bytes`` are left out unless the budget is infinite, and so are those that do not fit into the budget. So
-        are those in the dtype of the shard if that is the whole weight, because graphs read it in place.
+        are all if this rank's shards are whole weights, because graphs read them, or their compute shards, in place.
         """
         wanted = dtype, small_bytes, budget_bytes
         if wanted == self._unsharded_args or (self._unsharded_args is None and not budget_bytes):
@@ -509,7 +509,7 @@ class ShardMemory:
             layout, used = _full_layout(record), _use_dtype(record, dtype)
             size = layout.shard_numel * used.itemsize
             fits = record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes
-            if fits and not is_read_in_place(record.layout, record.param.dtype, used):
+            if fits and not is_read_in_place(record.layout):
                 budget_bytes -= size
                 found.append((record, layout, used))
         existing = [self._existing_full_copy(record, used) for record, _, used in found]
@@ -534,7 +534,7 @@ class ShardMemory:
         total = 0
         for record in self._records.live:
             used = _use_dtype(record, dtype)
-            if not is_read_in_place(record.layout, record.param.dtype, used):
+            if not is_read_in_place(record.layout):
                 total += _full_layout(record).shard_numel * used.itemsize
         return total
 
@@ -576,9 +576,9 @@ def _use_dtype(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dty
     return own if stays_full_precision(record) else compute_dtype_of(own, dtype)
 
 
-def is_read_in_place(layout: ShardLayout, own: torch.dtype, used: torch.dtype) -> bool:
-    """Return True if compiled code reads the shard itself: the full parameter, in the dtype in use."""
-    return layout.world_size == 1 and used == own
+def is_read_in_place(layout: ShardLayout) -> bool:
+    """Return True if compiled code reads the shard or compute shard itself: it is the full parameter."""
+    return layout.world_size == 1
 
 
 def _allocate_full_precision(

@@ -12,6 +12,7 @@ from tests.helpers.models import Batch, build, make_batches
 from tests.helpers.sharded import engine_for, whole_params
 from tests.ranks.pool import Ranks
 
+BF16 = {"compute_dtype": torch.bfloat16}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen values": ("aot_eager", {}),
     "nf4": ("aot_eager", {"frozen_dtype": "nf4"}),
@@ -19,6 +20,14 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 2": ("aot_eager", {"stage": 2}),
     "replays": ("aot_eager", {"emulate_cuda_graph_model": True}),
     "replays of nf4": ("aot_eager", {"emulate_cuda_graph_model": True, "frozen_dtype": "nf4"}),
+    "bf16": ("aot_eager", BF16),
+    "bf16, each alone": ("aot_eager", {**BF16, "prefetch": False}),
+    "bf16, gradients over weights": ("aot_eager", {**BF16, "grad_aliasing": True}),
+    "replays of bf16, gradients over weights": (
+        "aot_eager",
+        {**BF16, "grad_aliasing": True, "emulate_cuda_graph_model": True},
+    ),
+    "bf16 kernels, gradients over weights": ("inductor", {**BF16, "grad_aliasing": True}),
     "kernels": ("inductor", {"frozen_dtype": "nf4"}),
 }
 

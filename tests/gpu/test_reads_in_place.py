@@ -16,7 +16,10 @@ def both(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return train("inductor", True, options, device), train("inductor", False, options, device)
 
 
-@pytest.mark.parametrize("options", [{}, {"frozen_dtype": "nf4"}], ids=str)
+BF16 = {"compute_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen_dtype": "nf4"}, BF16, {**BF16, "grad_aliasing": True}], ids=str)
 def test_changes_between_steps_reach_captured_graphs_that_gather_nothing(ranks: Ranks, options: dict[str, Any]) -> None:
     [(found, copying)] = ranks.run(1, both, options, backend="cpu:gloo,cuda:nccl", deadline=300)
     assert found["losses"] == pytest.approx(copying["losses"], rel=1e-4)

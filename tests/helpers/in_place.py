@@ -65,6 +65,7 @@ EDITS: dict[int, Callable[[Engine, Any], None]] = {
 def train(backend: str, in_place: bool, options: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     model = build(Matrices)
     losses, gathered = [], []
+    narrow = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=options.get("compute_dtype") is not None)
     with engine_for(model, backend, device=device, **options) as engine:
         if not in_place:
             engine.session.disable_passes(["read_in_place"])
@@ -74,7 +75,7 @@ def train(backend: str, in_place: bool, options: dict[str, Any], device: str = "
             if step in EDITS:
                 EDITS[step](engine, model)
             before = engine.executor.counters().get("gathers", 0)
-            with engine.train_step():
+            with engine.train_step(), narrow:
                 loss = model.loss(batch)
             loss.backward()
             gathered.append(engine.executor.counters().get("gathers", 0) - before)
@@ -82,7 +83,7 @@ def train(backend: str, in_place: bool, options: dict[str, Any], device: str = "
                 optimizer.step()
             optimizer.zero_grad()
             engine.eval_step()
-            with torch.no_grad():
+            with torch.no_grad(), narrow:
                 losses += [loss.item(), model.loss(batch).item()]
         counters = engine.executor.counters()
         return {"losses": losses, "gathered": gathered, "params": whole_params(engine, model), "counters": counters}

@@ -69,7 +69,7 @@ class Deliver(torch.autograd.Function):
                 ops.reduce_add(value, param)
                 continue
             borrowed.append((value.clone(), param))
-            ops.reduce_zero_copy([borrowed[-1][0]], [param], [1])
+            ops.reduce_zero_copy([borrowed[-1][0]], [param], [1], [])
             if number % 3 == 2:
                 give_back(*borrowed.pop(0))
         for value, param in borrowed:

@@ -37,7 +37,7 @@ _IN_PLACE = {
 def tag_weights(module: GraphModule, inputs: Sequence[Any]) -> list[str]:
     """Tag gathers with their weights' names, and with shards on the host, and return all names.
 
-    See ``weight_name`` and ``may_read_shard``.
+    See ``weight_name`` and ``InPlaceReads``.
     """
     names, given = [], _inputs(module, inputs)
     for gather, shard in _gathers(module):

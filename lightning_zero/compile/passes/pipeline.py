@@ -18,13 +18,18 @@ from lightning_zero.compile.passes.prepare import (
     split_gathers,
 )
 from lightning_zero.compile.passes.publish_plan import publish_plan
-from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces, zero_copy_gradients
+from lightning_zero.compile.passes.reduce_groups import (
+    enqueue_gradients,
+    group_reduces,
+    reduce_after_reads,
+    zero_copy_gradients,
+)
 from lightning_zero.compile.passes.saved_weights import SavedLimits
 
 PUBLISH_PLAN = PassSpec(
     "publish_plan", publish_plan, requires=frozenset({"started", "enqueued"}), provides=frozenset({"published"})
 )
-READ_IN_PLACE = PassSpec("read_in_place", read_in_place, conflicts=frozenset({"started"}))
+REDUCE_AFTER_READS = PassSpec("reduce_after_reads", reduce_after_reads, requires=frozenset({"enqueued"}))
 ENQUEUE_GRADIENTS = PassSpec("enqueue_gradients", enqueue_gradients, provides=frozenset({"enqueued"}))
 
 ZERO_COPY_GRADIENTS = PassSpec("zero_copy_gradients", zero_copy_gradients, requires=frozenset({"enqueued"}))
@@ -45,7 +50,7 @@ def saved_limits(context: PassContext) -> SavedLimits:
         context.group_bytes if context.backward_follows and config.prefetch else 0,
         GROUPS_PER_GRAPH,
         context.saved_share,
-        context.reads_in_place,
+        context.in_place,
     )
 
 
@@ -67,9 +72,9 @@ def _host_costs(context: PassContext) -> HostCosts:
 def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
     """Return the passes for these options; without ``prefetch`` each weight is gathered alone at its use."""
     config = context.config
-    in_place = (READ_IN_PLACE,) if context.reads_in_place else ()
+    in_place, after_reads = _in_place_passes(context)
     if not config.prefetch:
-        return *in_place, *MINIMAL_PASSES
+        return *in_place, *MINIMAL_PASSES[:-1], *after_reads, PUBLISH_PLAN
     limits = GroupLimits(context.group_bytes, context.small_bytes, GROUPS_PER_GRAPH, FIRST_GROUPS)
     unstarted = frozenset({"started"})
     group = partial(
@@ -104,12 +109,21 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             partial(group_reduces, group_bytes=int(config.reduce_group_mb * 2**20), parts=GROUPS_PER_GRAPH),
             requires=frozenset({"enqueued"}),
         ),
+        *after_reads,
         *([ZERO_COPY_GRADIENTS] if context.zero_copy_gradients else []),
         *([_place(context)] if config.offload_activations else []),
         PUBLISH_PLAN
         if context.costs.are_nominal
         else replace(PUBLISH_PLAN, apply=partial(publish_plan, costs=context.costs)),
     )
+
+
+def _in_place_passes(context: PassContext) -> tuple[tuple[PassSpec, ...], tuple[PassSpec, ...]]:
+    """Return the passes that read weights in place, and that order gradients after these reads."""
+    if context.in_place is None:
+        return (), ()
+    read = partial(read_in_place, reads=context.in_place)
+    return (PassSpec("read_in_place", read, conflicts=frozenset({"started"})),), (REDUCE_AFTER_READS,)
 
 
 def _place(context: PassContext) -> PassSpec:

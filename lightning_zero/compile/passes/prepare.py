@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
 from lightning_zero.compat.tensors import OpOverload, wait_tensor
 from lightning_zero.compile.fx_utils import (
     READ_IN_PLACE,
+    WEIGHT_VIEW,
+    InPlaceReads,
     NodeReplacer,
     cast_dtype,
     gathers,
     is_dequantize,
     is_view_or_cast,
-    may_read_shard,
     narrowing_casts,
     ops,
     output_node,
@@ -27,6 +29,7 @@ from lightning_zero.compile.fx_utils import (
     views_and_casts,
 )
 from lightning_zero.compile.passes.gather_groups import size_of
+from lightning_zero.native.ops import Op, fake_full, register_op
 
 
 def split_gathers(graph: Graph) -> Graph:
@@ -110,27 +113,48 @@ def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
     return graph
 
 
-def read_in_place(graph: Graph) -> Graph:
-    """Replace gathers by views of their shards, in place, if this rank holds whole weights.
+register_op(Op(WEIGHT_VIEW, shards=0, fake=fake_full))
+
+
+def read_in_place(graph: Graph, reads: InPlaceReads) -> Graph:
+    """Replace gathers by views of memory that holds the whole weight, in place, if this rank has it.
+
+    A matrix in its shard's dtype becomes a view of the graph input. Others become ``weight_view``, which returns the
+    executor's copy in another dtype. So does a weight in its shard's own shape: Inductor would pass the parameter
+    itself to functions of torch, and in backward these would apply the rules for users' code.
 
     A weight that the graph returns stays a copy, because torch lets backward overwrite values that forward returns.
     """
     views, output = NodeReplacer(graph), output_node(graph)
     for node in gathers(graph):
-        shard = shard_of(node)
-        if not may_read_shard(node) or any(output in form.users for form in views_and_casts(node)):
+        shard, forms = shard_of(node), views_and_casts(node)
+        if not reads.covers(node) or any(output in form.users for form in forms):
             continue
-        numel, shape = node.meta["val"].numel(), list(node.meta["val"].shape)
+        packed = not (shard.meta["val"].dtype.is_floating_point or shard.meta["val"].dtype.is_complex)
+        own_shape = any(_shape(form) == _shape(shard) for form in forms)
         with graph.inserting_before(node):
-            flat = _call(graph, torch.ops.aten.view.default, shard, [shard.meta["val"].numel()])
-            if shard.meta["val"].numel() > numel:
-                flat = _call(graph, torch.ops.aten.slice.Tensor, flat, 0, 0, numel)
-            weight = flat if len(shape) == 1 else _call(graph, torch.ops.aten.view.default, flat, shape)
-        weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
+            if reads.covers_shard(node) and (packed or not own_shape):
+                weight = _view_of_shard(graph, shard, list(node.meta["val"].shape))
+                weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
+            else:
+                weight = graph.call_function(ops(WEIGHT_VIEW), node.args[:3])
+                weight.meta.update({key: node.meta[key] for key in (CUSTOM, "val") if key in node.meta})
         shard.meta[READ_IN_PLACE] = True
         views.replace(node, weight)
     views.done()
     return graph
+
+
+def _view_of_shard(graph: Graph, shard: Node, shape: list[Any]) -> Node:
+    numel, held = math.prod(shape), shard.meta["val"].numel()
+    flat = _call(graph, torch.ops.aten.view.default, shard, [held])
+    if held > numel:
+        flat = _call(graph, torch.ops.aten.slice.Tensor, flat, 0, 0, numel)
+    return flat if len(shape) == 1 else _call(graph, torch.ops.aten.view.default, flat, shape)
+
+
+def _shape(node: Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
 
 
 def _call(graph: Graph, target: OpOverload, source: Node, *args: Any) -> Node:

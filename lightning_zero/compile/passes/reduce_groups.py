@@ -10,22 +10,27 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.grouped_products import grouped_mm
 from lightning_zero.compile.fx_utils import (
     TRANSPOSES,
+    WEIGHT_VIEW,
     cast_dtype,
+    find_calls,
     is_view_or_cast,
     nodes_in_role,
     ops,
     output_node,
     reduces,
     repeat_views,
+    shard_of,
+    views_and_casts,
     weight_name,
 )
 from lightning_zero.compile.passes.gather_groups import split_into_groups
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
-from lightning_zero.native.ops import Role, reduce_op, register_op
+from lightning_zero.native.ops import OPS, Role, reduce_op, register_op
 from lightning_zero.profiling.graph_tensors import nbytes
 
 register_op(reduce_op("reduce_group", Role.REDUCE))
 register_op(reduce_op("reduce_zero_copy", Role.REDUCE))
+register_op(reduce_op("reduce_after_reads", Role.REDUCE))
 register_op(reduce_op("reduce_release"))
 
 
@@ -89,6 +94,35 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
     return graph
 
 
+def reduce_after_reads(graph: Graph) -> Graph:
+    """Enqueue gradients after the graph has read the executor's copies of their weights, in place.
+
+    A gradient may use the memory of its weight's copy, see ``csrc/gradients/grad_aliasing.h``. The op's schema says
+    that it writes to these shards, so Inductor keeps readers of them before it.
+    """
+    viewed: dict[Node, list[Node]] = {}
+    for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
+        viewed.setdefault(shard_of(view), []).append(view)
+    if not viewed:
+        return graph
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    behind: dict[Node, Node] = {}  # maps a last reader to the last op inserted after it
+    for node in nodes_in_role(graph, Role.REDUCE):
+        grads, shards = _arguments(node)
+        read = [shard for shard in shards if shard in viewed]
+        if not read:
+            continue
+        views = (view for shard in read for view in viewed[shard])
+        uses = (user for view in views for form in views_and_casts(view) for user in form.users)
+        last = max((node, *(user for user in uses if user.op != "output")), key=position.__getitem__)
+        with graph.inserting_after(behind.get(last, last)):
+            ordered = behind[last] = graph.call_function(ops("reduce_after_reads"), (grads, shards, read))
+        ordered.meta["val"] = None
+        ordered.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
+        graph.erase_node(node)
+    return graph
+
+
 def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
     """Let the executor send gradients from the graph's memory without a copy, in place.
 
@@ -98,16 +132,14 @@ def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
     """
     groups: list[tuple[list[Node], list[Node]]] = []
     for node in nodes_in_role(graph, Role.REDUCE):
-        one = node.target is ops("reduce_add")
-        grads: Any = [node.args[0]] if one else node.args[0]
-        shards: Any = [node.args[1]] if one else node.args[1]
+        grads, shards, *read = _arguments(node)
         zero_copy = [int(_is_product(grad)) for grad in grads]
         if not any(zero_copy):
             continue
         with graph.inserting_before(node):
             if len(groups) >= in_flight:
                 _release(graph, *groups[-in_flight])
-            call = graph.call_function(ops("reduce_zero_copy"), (grads, shards, zero_copy))
+            call = graph.call_function(ops("reduce_zero_copy"), (grads, shards, zero_copy, *(read or [[]])))
         call.meta["val"] = None
         call.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
         graph.erase_node(node)
@@ -117,6 +149,12 @@ def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
         for group in groups[-in_flight:]:
             _release(graph, *group)
     return graph
+
+
+def _arguments(node: Node) -> list[list[Node]]:
+    """Return gradients, shards, and for ``reduce_after_reads`` the shards that the graph reads, as lists."""
+    args: Any = node.args
+    return [[arg] if isinstance(arg, Node) else list(arg) for arg in args]
 
 
 def _release(graph: Graph, grads: list[Node], shards: list[Node]) -> None:

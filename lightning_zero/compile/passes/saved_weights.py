@@ -20,13 +20,11 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.fx_utils import (
-    GATHER,
-    calls,
+    InPlaceReads,
     cast_dtype,
     gathers,
     is_dequantize,
     is_view_or_cast,
-    may_read_shard,
     readers,
     shard_of,
 )
@@ -43,7 +41,7 @@ class SavedLimits:
         budget_bytes: bound for all others. A weight that does not fit is skipped.
         group_bytes: bound on the last group, kept if backward follows right after this forward; 0 if it does not.
         share: adds this share of the remaining re-gathered bytes to the budget.
-        in_place: weights are read from their shards if possible, so there is nothing to keep of them.
+        in_place: what this rank reads without a copy, so that there is nothing to keep of it; None for nothing.
     """
 
     small_bytes: int = 0
@@ -51,7 +49,7 @@ class SavedLimits:
     group_bytes: int = 0
     parts: int = 1
     share: float = 0.0
-    in_place: bool = False
+    in_place: InPlaceReads | None = None
 
 
 NOTHING_SAVED = SavedLimits()
@@ -76,7 +74,9 @@ class _Weight:
 
 def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
     """Return the nodes of a joint graph to save for backward: gathers, or casts of gathers."""
-    weights = [w for w in _weights(graph) if not (limits.in_place and all(map(_is_read_in_place, w.nodes)))]
+    weights = _weights(graph)
+    if limits.in_place is not None:
+        weights = [weight for weight in weights if not all(map(limits.in_place.covers_form, weight.nodes))]
     small = [weight for weight in weights if weight.size <= limits.small_bytes]
     large = [weight for weight in weights if weight.size > limits.small_bytes]
     again = sorted((weight for weight in large if weight.again is not None), key=lambda weight: weight.again or 0)
@@ -158,10 +158,6 @@ def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes:
         waits.keep(place)
         budget_bytes -= weight.size
     return chosen
-
-
-def _is_read_in_place(form: Node) -> bool:
-    return calls(form, GATHER) and may_read_shard(form)
 
 
 def _only_view(node: Node) -> bool:

@@ -16,11 +16,12 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.fx_utils import output_node
+from lightning_zero.compile.fx_utils import WEIGHT_VIEW, find_calls, is_reduce, output_node, shard_of, views_and_casts
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes, is_kernel, reads
 from lightning_zero.compile.subgraphs.node_order import NodeOrder, graph_work
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, make_subgraph, symbol_inputs
+from lightning_zero.native.ops import OPS
 from lightning_zero.profiling.graph_tensors import nodes_where
 
 # Subgraphs per repetition: more give our ops better positions but cost more calls.
@@ -79,6 +80,7 @@ def _assemble(
     read = reads(graph, kinds)
     made_in = _SourceSubgraphs(read, subgraph_of)
     readers = _first_readers(graph, subgraph_of)
+    viewed_until = _last_views(graph, subgraph_of)
     slots: list[list[Node]] = [[] for _ in bounds]  # before each subgraph, and after the last
     slot_of: dict[Node, int] = {}
     last_enqueued = 0  # slot of the last enqueued gradient; gradients stay in order
@@ -88,6 +90,8 @@ def _assemble(
         for one in read[node]:
             # After its inputs, and in order among other nodes between subgraphs.
             slot = max(slot, subgraph_of[one] + 1 if one in subgraph_of else slot_of.get(one, 0))
+        if is_reduce(node):  # gradients may use the memory of weights that the graph reads itself
+            slot = max(slot, *(viewed_until.get(one, 0) for one in node.all_input_nodes))
         if made_in[node]:
             slot = last_enqueued = max(slot, last_enqueued)
         slot_of[node] = slot
@@ -133,6 +137,20 @@ def _first_readers(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int
                 if node not in first or subgraph < first[node]:
                     first[node] = subgraph
     return first
+
+
+def _last_views(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int]:
+    """Return for each shard the slot after the last subgraph that reads the executor's copy of its weight.
+
+    Reordering may have moved readers behind the op that enqueues the gradient.
+    """
+    slots: dict[Node, int] = {}
+    for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
+        shard = shard_of(view)
+        for form in views_and_casts(view):
+            for reader in (form, *form.users):
+                slots[shard] = max(slots.get(shard, 0), subgraph_of.get(reader, -1) + 1)
+    return slots
 
 
 def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgraph | Node]) -> bool:

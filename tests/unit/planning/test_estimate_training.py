@@ -159,7 +159,7 @@ def test_a_module_is_planned_within_less_than_it_takes() -> None:
         net, batch = Net(), torch.empty(4096, 64)
     whole = plan(net, batch, device=card, training=training)
     assert whole.memory is None
-    less = plan(net, batch, device=card, training=training, memory=0.8 * whole.peak / GIB)
+    less = plan(net, batch, device=card, training=training, memory=0.75 * whole.peak / GIB)
     assert less.memory is not None
     assert less.memory.chosen.activation_memory_budget < 1.0
     assert less.passes.compiled is not None

@@ -1,9 +1,10 @@
 """Passes on single gathers and reduces: shared, merged, sunk, cast and read in place."""
 
+import pytest
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.fx_utils import REDUCE, gathers, ops
+from lightning_zero.compile.fx_utils import ON_HOST, REDUCE, InPlaceReads, gathers, ops
 from lightning_zero.compile.passes.prepare import (
     cast_before_views,
     fuse_casts,
@@ -58,8 +59,8 @@ def test_small_weights_are_shared_however_far_apart() -> None:
     assert shared("abca", 0, small=WEIGHT) == "gather(a) mm gather(b) mm gather(c) mm mm"
 
 
-def read(b: Builder, x: Node, weight: Node, *more: Node) -> str:
-    graph = read_in_place(b.done(b.call(aten.mm.default, x, weight), *more))
+def read(b: Builder, x: Node, weight: Node, *more: Node, dtypes: tuple[torch.dtype, ...] = ()) -> str:
+    graph = read_in_place(b.done(b.call(aten.mm.default, x, weight), *more), InPlaceReads(frozenset(dtypes)))
     graph.lint()
     return order(graph)
 
@@ -74,15 +75,27 @@ def test_whole_shards_are_read_in_place_without_their_padding() -> None:
         assert any(shard.meta["val"].untyped_storage() is view.meta["val"].untyped_storage() for view in views)
 
 
-def test_weights_of_another_dtype_or_in_the_cache_are_not_read_in_place() -> None:
+@pytest.mark.parametrize("kept", [(), (BF16,)])
+def test_a_weight_in_a_dtype_is_read_from_its_copy_if_the_executor_keeps_one(kept: tuple[torch.dtype, ...]) -> None:
     b = Builder()
-    x = b.input("x", 8, 8, dtype=BF16)
-    assert read(b, x, b.gather(b.shard("a", 64), 8, 8, dtype=BF16)) == "gather(a) mm"
+    x, weight = b.input("x", 8, 8, dtype=BF16), b.gather(b.shard("a", 64), 8, 8, dtype=BF16)
+    assert read(b, x, weight, dtypes=kept) == ("weight_view(a) mm" if kept else "gather(a) mm")
+
+
+def test_weights_in_the_cache_are_not_read_in_place() -> None:
     b = Builder()
     x, shard, cache = b.input("x", 8, 8), b.shard("a", 64), b.input("cache", 8, 8)
     weight = b.gather(shard, 8, 8)
     weight.args = (*weight.args, cache)
     assert read(b, x, weight) == "gather(a, cache) mm"
+
+
+@pytest.mark.parametrize(("dtype", "read_as"), [(torch.float32, "gather(a) mm"), (BF16, "weight_view(a) mm")])
+def test_a_shard_on_the_host_is_read_only_from_its_copy_on_the_device(dtype: torch.dtype, read_as: str) -> None:
+    b = Builder()
+    x, weight = b.input("x", 8, 8, dtype=dtype), b.gather(b.shard("a", 64), 8, 8, dtype=dtype)
+    weight.meta["custom"] = {ON_HOST: True}
+    assert read(b, x, weight, dtypes=(BF16,)) == read_as
 
 
 def test_a_weight_that_the_graph_returns_is_copied() -> None:
@@ -92,11 +105,11 @@ def test_a_weight_that_the_graph_returns_is_copied() -> None:
         assert read(b, x, weight, returned(b, weight)).startswith("gather(a)")
 
 
-def test_a_weight_in_the_shape_of_its_shard_is_copied_unless_it_is_packed() -> None:
+def test_a_weight_in_the_shape_of_its_shard_is_no_view_of_the_parameter_unless_it_is_packed() -> None:
     b = Builder()
     x, weight = b.input("x", 8, 8), b.gather(b.shard("a", 64), 8, 8)
     row = b.call(aten.mm.default, b.call(aten.view.default, weight, [1, 64]), b.input("y", 64, 8))
-    assert read(b, x, weight, row).startswith("gather(a)")
+    assert read(b, x, weight, row).startswith("weight_view(a)")
     b = Builder()
     shard, x = b.shard("a", 64, dtype=torch.int32), b.input("x", 8, 8)
     packed = b.gather(shard, 1, 64)

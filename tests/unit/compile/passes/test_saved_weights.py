@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_zero.compile.fx_utils import InPlaceReads
 from lightning_zero.compile.partitioner.partition import tag_gathers
 from lightning_zero.compile.passes.saved_weights import BackwardWaits, SavedLimits, _Weight, _within, choose_saved
 from tests.helpers import waits as oracle
@@ -56,9 +57,11 @@ def test_the_last_weights_are_kept_first_and_what_does_not_fit_is_skipped() -> N
 
 def test_nothing_is_kept_of_weights_that_graphs_read_in_place() -> None:
     graph, _ = joint(4, 40, 2)
-    assert choose_saved(graph, SavedLimits(4 * 80, math.inf, in_place=True)) == []
-    graph, gathers = joint(4, 40, 2, cast=True)  # compute shards are copied
-    assert len(choose_saved(graph, SavedLimits(0, math.inf, in_place=True))) == len(gathers)
+    shards, copies = InPlaceReads(frozenset()), InPlaceReads(frozenset({torch.bfloat16}))
+    assert choose_saved(graph, SavedLimits(4 * 80, math.inf, in_place=shards)) == []
+    graph, gathers = joint(4, 40, 2, cast=True)
+    assert len(choose_saved(graph, SavedLimits(0, math.inf, in_place=shards))) == len(gathers)
+    assert choose_saved(graph, SavedLimits(0, math.inf, in_place=copies)) == []
 
 
 def test_what_backward_would_wait_for_longest_for_its_size_is_kept() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.fx_utils import is_reduce, is_start
+from lightning_zero.compile.fx_utils import is_reduce, is_start, ops
 from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, is_worth_cutting
 from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.cut import _assemble, choose_cut_points
@@ -367,3 +367,34 @@ def test_what_does_not_repeat_is_cut_before_what_runs_between() -> None:
 def test_between_two_runs_places_are_those_of_neither() -> None:
     runs = [RepeatedRun(0, 12, 6), RepeatedRun(20, 32, 6)]
     assert chosen(FakeOrder(), runs, between=[5, 15, 22, 34]) == [6, 12, 15, 20, 26, 32, 34]
+
+
+def read_in_place(count: int) -> Graph:
+    """Layers that scale a weight read in place, enqueue a gradient of it, and use the scaled weight afterwards.
+
+    The scaling is a pointwise op, which moves to its first reader.
+    """
+    b = Builder()
+    shards = [b.shard(f"w{i}", WIDTH * WIDTH) for i in range(count)]
+    x, bias = b.input("x", WIDTH, WIDTH), b.input("bias", WIDTH)
+    for shard in shards:
+        weight = b.graph.call_function(ops("weight_view"), (shard, [WIDTH, WIDTH], torch.float32))
+        weight.meta["val"] = torch.empty(WIDTH, WIDTH, device="meta")
+        scaled = b.call(aten.mul.Tensor, weight, 2.0)
+        grad = b.call(aten.mm.default, x, x)
+        b.graph.call_function(ops("reduce_after_reads"), ([grad], [shard], [shard])).meta["val"] = None
+        x = b.call(aten.relu.default, b.call(aten.add.Tensor, b.call(aten.mm.default, grad, x), bias))
+        x = b.call(aten.mm.default, x, scaled)
+    return b.done(x)
+
+
+def test_gradients_follow_readers_of_their_weights_that_were_moved() -> None:
+    graph = read_in_place(8)
+    steps = cut_up(graph)
+    assert len(pieces(graph)) > 8
+    reduces = [step for step in steps if isinstance(step, Node) and is_reduce(step)]
+    assert len(reduces) == 8
+    for reduce in reduces:
+        [view] = [node for node in reduce.args[2][0].users if node.target is ops("weight_view")]
+        later = steps[steps.index(reduce) :]
+        assert not [step for step in later if isinstance(step, Subgraph) and view in step.inputs]
