@@ -54,6 +54,8 @@ struct Context {
   // Hash of the order in which eager code all-gathered weights since the last comparison. Reading different
   // weights of equal size on different ranks would otherwise be silent.
   uint64_t eager_read_hash = 0;
+  // Number of reads of compute shards that held a gradient or could receive one at any time.
+  int64_t reads_of_gradients = 0;
   int64_t user_write_count = 0;  // increases when something other than an optimizer announces a shard change
   std::map<std::string, int64_t> counters;
   // Guards the state of all parts. Every method that Python, an op or an autograd thread calls holds it.

@@ -129,6 +129,7 @@ class Engine(PickledAsNone):
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = MemoryController(compiled, self.optimizers, lambda: cycle.accumulates)
         cycle.events.accumulation_begin.append(self.memory.gradients.on_accumulation)
+        cycle.events.forward_begin.append(self.memory.gradients.on_forward)
 
     @property
     def device(self) -> torch.device:

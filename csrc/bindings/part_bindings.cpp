@@ -74,6 +74,7 @@ void bind_executor_parts(torch::Library& m) {
       ("refresh_compute_shards", &Weights::refresh_compute_shards)                          //
       ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})        //
       ("gathered_in", &Weights::gathered_in, {arg("dtype")})                                //
+      ("reads_of_gradients", &Weights::reads_of_gradients)                                  //
       ("mark_fp8_shards_written", compute_shards, &ComputeShards::mark_fp8_shards_written)  //
       ("valid_compute_shards", compute_shards, &ComputeShards::valid_indices)               //
       ("mark_compute_shards_written", compute_shards, &ComputeShards::mark_compute_shards_written,

@@ -63,24 +63,38 @@ void ComputeShards::write(ParamRecord& record) {
   context_.count("compute_shard_writes");
 }
 
+bool ComputeShards::is_left_alone(const ParamRecord& record) const {
+  const auto& copy = record.compute_shard;
+  return !copy.local.defined() || !grad_aliasing::may_write(record) ||
+         (copy.written_by_optimizer && !is_stale(record));
+}
+
 void ComputeShards::write_all() {
-  const auto may_write = [](const auto& record) { return grad_aliasing::may_write(*record); };
-  const bool all = std::all_of(context_.records.begin(), context_.records.end(), may_write);
+  std::vector<ParamRecord*> wanted;
+  for (auto& record : context_.records) {
+    if (!is_left_alone(*record))
+      wanted.push_back(record.get());
+  }
+  const auto on_device = [](const auto* record) { return !record->on_host; };
+  // One kernel writes them all, if no memory holds a gradient.
+  const bool all = std::all_of(context_.records.begin(), context_.records.end(),
+                               [](const auto& record) { return grad_aliasing::may_write(*record); }) &&
+                   std::any_of(wanted.begin(), wanted.end(), on_device);
   if (all) {
     std::vector<at::Tensor> to, from;
     for (auto& [copies, shards] : memory_) {
       to.push_back(copies);
       from.push_back(shards);
     }
-    if (!to.empty())
+    if (!to.empty()) {
       tensors::copy_each(to, from);
+      context_.count("compute_shard_passes");
+    }
   }
-  for (auto& record : context_.records) {
-    if (!record->compute_shard.local.defined())
-      continue;
-    if (all && !record->compute_shard.written_by_optimizer)
+  for (auto* record : wanted) {
+    if (all && on_device(record))
       is_written(*record);
-    else if (record->compute_shard.written_by_optimizer ? is_stale(*record) : may_write(record))
+    else
       write(*record);
   }
 }
@@ -89,7 +103,8 @@ std::vector<int64_t> ComputeShards::valid_indices() const {
   Lock lock(context_.mutex);
   std::vector<int64_t> found;
   for (const auto& record : context_.records) {
-    if (record->compute_shard.written_by_optimizer && record->compute_shard.local.defined() &&
+    const auto& copy = record->compute_shard;
+    if (copy.written_by_optimizer && copy.local.defined() && copy.state == ComputeShardState::WEIGHT &&
         !is_stale(*record))
       found.push_back(record->index);
   }
@@ -100,9 +115,13 @@ void ComputeShards::mark_compute_shards_written(std::vector<int64_t> indices, bo
   Lock lock(context_.mutex);
   for (const auto index : indices) {
     auto& record = context_.at(index);
-    TORCH_INTERNAL_ASSERT(record.compute_shard.written_by_optimizer && record.compute_shard.local.defined(),
-                          record.name);
-    record.compute_shard.written = written ? now(record) : Stamp{};
+    auto& copy = record.compute_shard;
+    TORCH_INTERNAL_ASSERT(copy.local.defined() && (record.on_host || copy.by_rank.empty()), record.name);
+    copy.written_by_optimizer = copy.written_by_optimizer || written;
+    if (written)
+      is_written(record);
+    else
+      copy.written = {};
   }
 }
 
@@ -168,7 +187,10 @@ at::Tensor ShardAccess::local_source(ParamRecord& record, at::ScalarType dtype) 
       return {};  // a peer may be reading it
     compute_shards_.write(record);
   }
-  return copy.state == ComputeShardState::WEIGHT ? copy.local : at::Tensor();
+  if (copy.state == ComputeShardState::WEIGHT)
+    return copy.local;
+  ++context_.reads_of_gradients;
+  return {};
 }
 
 void ShardAccess::begin_write_epoch() {

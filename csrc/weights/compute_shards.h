@@ -4,10 +4,14 @@
 // A compute shard has the compute dtype. A full-precision shard has the shard's own dtype and exists where
 // peers may not read the shards themselves.
 //
+// [Note: copies written by a step] A captured optimizer step writes compute shards that no peer reads, since
+// it has the weights in registers. Such a copy is not rewritten before a training step to catch unannounced
+// changes, as other compute shards are: everything except the optimizer must announce changes, as with an
+// epoch lock. The tensors that users see do so in Python, see sharding/shard_rules.py. A gradient may use the
+// copy's memory until the step has read it.
+//
 // [Note: shards on the host] A shard in host memory is read over a link that is two orders of magnitude
-// slower than device memory. Its compute shard is therefore written by the optimizer step, which has the
-// shard on the device anyway. It is not rewritten before a training step to catch unannounced changes, as
-// other compute shards are: everything except the optimizer must announce changes, as with an epoch lock.
+// slower than device memory. Every optimizer step has the shard on the device anyway, and writes the copy.
 //
 // [Note: fp8 shards] A weight whose products are all in fp8 is gathered in fp8: each rank divides its shard
 // by a factor that is the same on all ranks, since it is the largest absolute value in any of their shards,
@@ -47,7 +51,7 @@ class ComputeShards {
   std::vector<ParamRecord*> stale(bool all) const;
   // Write one compute shard, all compute shards in few kernels, or full-precision shards.
   void write(ParamRecord& record);
-  void write_all();  // of shards on the host only stale ones
+  void write_all();  // those that steps write only if they are stale
   void write_full_precision(const std::vector<ParamRecord*>& records);
 
   // ---- fp8 shards
@@ -58,9 +62,9 @@ class ComputeShards {
   // Python has written all fp8 shards.
   void mark_fp8_shards_written();
 
-  // ---- shards on the host
+  // ---- copies written by a step
   //
-  // Return the indices of parameters with a valid compute shard.
+  // Return the indices of parameters whose compute shard a step has written and that is valid.
   std::vector<int64_t> valid_indices() const;
   // Called before (false) and after (true) an optimizer writes these compute shards.
   void mark_compute_shards_written(std::vector<int64_t> indices, bool written);
@@ -77,6 +81,7 @@ class ComputeShards {
 
  private:
   Stamp now(const ParamRecord& record) const;
+  bool is_left_alone(const ParamRecord& record) const;  // by write_all()
   void is_written(ParamRecord& record);
 
   Context& context_;

@@ -214,7 +214,8 @@ void Parameters::set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::T
 
 void Parameters::mark_on_host(int64_t index) {
   Lock lock(context_.mutex);
-  context_.at(index).compute_shard.written_by_optimizer = true;
+  auto& record = context_.at(index);
+  record.on_host = record.compute_shard.written_by_optimizer = true;
 }
 
 bool Parameters::covers_host(const std::vector<at::Tensor>& tensors, int64_t numel) const {

@@ -41,7 +41,7 @@ struct ShardCopy {
   at::Tensor local;
   std::vector<at::Tensor> by_rank;  // of every rank of the host, if this process can read them
   Stamp written;
-  bool written_by_optimizer = false;  // see [Note: shards on the host] in compute_shards.h
+  bool written_by_optimizer = false;  // see [Note: copies written by a step] in compute_shards.h
   // ---- gradient aliasing
   ComputeShardState state = ComputeShardState::WEIGHT;
   Pending last_read;              // the last read of `local` by this rank in this backward
@@ -102,6 +102,7 @@ struct ParamRecord {
   std::vector<int64_t> order;  // order of its dimensions in memory
   int64_t numel = 0;           // of the full parameter, without padding
   bool live = true;            // false after the last module released it
+  bool on_host = false;        // the shard is in host memory
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
   // Return the size of the host shard, see [Note: hosts]; the shard's size with one host.

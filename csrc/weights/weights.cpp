@@ -105,6 +105,8 @@ at::Tensor Weights::view(int64_t index, at::IntArrayRef shape, at::ScalarType dt
       grad_aliasing::note_view(record);
       return as_parameter(flat, record.numel, shape);
     }
+  } else {
+    ++context_.reads_of_gradients;
   }
   return gather(index, shape, dtype, /*tracked=*/false);
 }

@@ -60,6 +60,11 @@ class Weights {
   // which is not repeated before its replay, see ShardAccess::publish_before_capture(). Return true if
   // anything was done.
   bool sync_compute_shards(bool ahead = false);
+  // Return the number of reads of weights whose gradient uses, or may soon use, the compute shard's memory.
+  int64_t reads_of_gradients() const {
+    Lock lock(context_.mutex);
+    return context_.reads_of_gradients;
+  }
   // Return the indices of the parameters that compiled code gathered in `dtype`.
   std::vector<int64_t> gathered_in(at::ScalarType dtype) const;
 

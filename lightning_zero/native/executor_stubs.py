@@ -148,6 +148,10 @@ class Weights(Protocol):
         """Return the indices of the parameters that compiled code gathered in ``dtype``."""
         ...
 
+    def reads_of_gradients(self) -> int:
+        """Return how often code has read a weight whose gradient used, or might have used, its compute shard."""
+        ...
+
     def mark_fp8_shards_written(self) -> None:
         """Mark all fp8 shards as valid: the caller has written them."""
 
@@ -159,11 +163,11 @@ class Weights(Protocol):
         """Return a number that changes whenever shards may have changed."""
 
     def valid_compute_shards(self) -> list[int]:
-        """Return the indices of the offloaded parameters whose compute shard is valid."""
+        """Return the indices of the parameters whose compute shard was written by a step and is valid."""
         ...
 
     def mark_compute_shards_written(self, indices: list[int], written: bool) -> None:
-        """Mark the compute shards of these offloaded parameters as valid or invalid."""
+        """Mark the compute shards of these parameters as written by a step, or as invalid."""
 
     def sync_user_writes(self, forget: bool = False) -> None:
         """Copy in-place user writes of gathered weights into their shards.

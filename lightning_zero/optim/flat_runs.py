@@ -40,7 +40,8 @@ class FlatRun:
         stored_dtypes: Dtypes of the state that is rounded after a step, by name in the rule's order.
         rounds_param: ``param`` is bfloat16, and rounded stochastically.
         on_host: Host view of ``param`` if it is offloaded.
-        copy: Compute shards of offloaded members, written by the step; None if there are none.
+        copy: Compute shards of the members, which captured steps write, and all steps of offloaded members; None if
+            there are none, or if peers read them.
         shared: For each member, state of its own shape that every rank stores in full, by name.
         shared_names: Names of such state.
         copied: True if the last step has written all of ``copy``.
@@ -60,6 +61,11 @@ class FlatRun:
     copy: Tensor | None = None
     copied: bool = False
     _exported: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def grad_is_copy(self) -> bool:
+        """True if the gradient's memory is :attr:`copy`, which a step may write once it has read the gradient."""
+        return self.copy is not None and self.copy.data_ptr() == self.grad.data_ptr()
 
     @property
     def aliases_compute_shard(self) -> bool:
@@ -249,11 +255,13 @@ def make_flat_runs(
     stored_dtypes: Mapping[int, StoredDtypes] | None = None,
     one_per_parameter: bool = False,
     rounding: Rounding = NO_ROUNDING,
+    writes_copies: bool = False,
 ) -> list[FlatRun]:
     """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
         kinds: A value for parameters with the same history and rule, by index; only those are joined.
+        writes_copies: steps may write compute shards of parameters on the device, too.
     """
     dtypes = stored_dtypes or {}
     runs: list[FlatRun] = []
@@ -265,11 +273,11 @@ def make_flat_runs(
             if members and (
                 one_per_parameter or not same_state or not _joins(members[-1], record, kinds, mix_dimensions)
             ):
-                runs.append(_make_run(number, members, dtypes, rounding))
+                runs.append(_make_run(number, members, dtypes, rounding, writes_copies))
                 members = []
             members.append(record)
         if members:
-            runs.append(_make_run(number, members, dtypes, rounding))
+            runs.append(_make_run(number, members, dtypes, rounding, writes_copies))
     return runs
 
 
@@ -309,7 +317,11 @@ def _contiguous_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _make_run(
-    group: int, members: list[ShardedParameter], stored_dtypes: Mapping[int, StoredDtypes], rounding: Rounding
+    group: int,
+    members: list[ShardedParameter],
+    stored_dtypes: Mapping[int, StoredDtypes],
+    rounding: Rounding,
+    writes_copies: bool,
 ) -> FlatRun:
     flat = _contiguous_view([record.shard for record in members])
     grad = _contiguous_view([record.param.grad for record in members if record.param.grad is not None])
@@ -332,6 +344,7 @@ def _make_run(
     if len(on_host) == len(members):
         run.on_host = _contiguous_view(on_host)
         assert run.on_host is not None
+    if writes_copies or run.on_host is not None:
         copies = [record.memory[Role.COMPUTE_SHARD] for record in members if Role.COMPUTE_SHARD in record.memory]
         run.copy = _contiguous_view(copies) if len(copies) == len(members) else None
     return run

@@ -131,9 +131,9 @@ class StepKernel:
         self._max_norm = torch.ones((), dtype=torch.float32, device=device)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
         self._last_max: float | None = None
-        self._variant: tuple[bool, bool] | None = None
+        self._variant: tuple[bool, bool, bool] | None = None  # clips, may skip, keeps gradients
         self._compiled: dict[Any, Callable[..., dict[str, Tensor]]] = {}
-        self._sequences: dict[tuple[bool, bool], list[Callable[[], None]]] = {}  # keys: (clips, may skip)
+        self._sequences: dict[tuple[bool, bool, bool], list[Callable[[], None]]] = {}  # by variant
         self._chunks: Iterator[LoadedChunk] = iter(())  # of the step in progress
         self._scalars: dict[int, dict[str, Tensor]] = {}  # of each run in the step in progress, by id
 
@@ -171,6 +171,7 @@ class StepKernel:
         squared_norm: Tensor,
         max_norm: float | None = None,
         skip: Tensor | None = None,
+        keeps_gradients: bool = False,
     ) -> bool:
         """Make one step; return True if it was a replay.
 
@@ -178,8 +179,9 @@ class StepKernel:
             squared_norm: Squared norm of the gradients, 0-dim; the same tensor at each call.
             max_norm: Clip gradients to this norm; None: do not clip.
             skip: 0-dim; if not zero, nothing changes.
+            keeps_gradients: leave gradients in place that use the memory of compute shards, and do not write those.
         """
-        variant = max_norm is not None, skip is not None
+        variant = max_norm is not None, skip is not None, keeps_gradients
         self._variant = variant
         self._squared = squared_norm
         if max_norm is not None and max_norm != self._last_max:
@@ -202,8 +204,13 @@ class StepKernel:
             for part in sequence:
                 part()
         for run in self._runs:
-            run.copied = run.copy is not None
+            run.copied = self._writes_copy(run)
         return isinstance(sequence[0], GraphedSequence) and sequence[0].captured
+
+    def _writes_copy(self, run: FlatRun) -> bool:
+        """Return True if this variant of the step writes the run's compute shards."""
+        assert self._variant is not None
+        return run.copy is not None and not (self._variant[2] and run.grad_is_copy)
 
     def _make_sequence(self) -> list[Callable[[], None]]:
         """Return the parts of a step: captured ones, and collectives between them."""
@@ -388,16 +395,23 @@ class StepKernel:
             members = [span for _, span in ranges]
             begin, end = members[0][0], members[-1][1]
 
-            def change(param: Tensor, update: Tensor, *rest: Tensor, factor: float = factor) -> dict[str, Tensor]:
+            copy = run.copy if self._writes_copy(run) else None
+            written = () if copy is None else (copy[bucket.begin + begin : bucket.begin + end],)
+
+            def change(
+                param: Tensor, update: Tensor, *rest: Tensor, factor: float = factor, copies: bool = copy is not None
+            ) -> dict[str, Tensor]:
                 scalar = dict(zip(keys, rest, strict=False))
                 before = at_least_float32(param)
                 after = rule.finish(before, update.to(before.dtype), scalar, factor)
                 after = torch.where(scalar["skip"] == 0, after, before) if "skip" in scalar else after
                 if run.rounds_param:
-                    owners, shifts, first = rest[len(keys) :]
+                    owners, shifts, first = rest[len(keys) : len(keys) + 3]
                     noise = rounding_noise(owners, shifts, first, scalar["keys"])
                     after = stochastic_round(after, noise, place)
                 param.copy_(after)
+                if copies:
+                    rest[-1].copy_(after)
                 return {}
 
             param, update = flat[begin:end], exchange.result[begin:end]
@@ -405,8 +419,9 @@ class StepKernel:
             if run.rounds_param:
                 at = self._state.positions[id(run)].part(bucket.begin + begin, bucket.begin + end)
                 where = at.owners, at.shifts, at.begin
-            key = (rule, "finish", factor, end - begin, param.dtype, tuple(keys), run.rounds_param, len(run.members))
-            self._run_compiled(key, change, (param, update, *numbers.values(), *where))
+            shape = end - begin, param.dtype, len(written)
+            key = (rule, "finish", factor, *shape, tuple(keys), run.rounds_param, len(run.members))
+            self._run_compiled(key, change, (param, update, *numbers.values(), *where, *written))
 
     def _rule(self, run: FlatRun) -> AnyRule:
         return _rule_of(self._rules, run)
@@ -414,7 +429,7 @@ class StepKernel:
     def _numbers(self, rule: AnyRule, run: FlatRun) -> dict[str, Tensor]:
         """Return the scalars that the update of all elements shares, 0-dim and as wide, and count the step."""
         assert self._variant is not None
-        clip, skip = self._variant
+        clip, skip, _ = self._variant
         settings, dtype = self._settings[run.group], run.param.dtype
 
         def compute(squared: Tensor, max_norm: Tensor, skipped: Tensor, *rest: Tensor) -> dict[str, Tensor]:
@@ -457,8 +472,10 @@ class StepKernel:
         names, stored, keys = rule.state, list(loaded.state), list(numbers)
         rounded = list(run.stored_dtypes)
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
-        copies = () if loaded.copy is None else (loaded.copy,)
-        out = tuple(map(shaped, copies if update is None else (update,)))
+        copies = () if loaded.copy is None or not self._writes_copy(run) else (loaded.copy,)
+        # The weight then replaces its gradient.
+        into_grad = update is None and bool(copies) and run.grad_is_copy
+        out = tuple(map(shaped, () if into_grad else copies if update is None else (update,)))
         sums = isinstance(rule, ReductionRule)
         values = self._sums.values(loaded.chunk) if sums else {}
         part = self._sums.part(loaded.chunk) if sums else None
@@ -477,7 +494,8 @@ class StepKernel:
             wide = at_least_float32(grad)
             if "factor" in scalar:
                 wide = wide * scalar["factor"]
-                grad.copy_(wide)
+                if not into_grad:
+                    grad.copy_(wide)
             before = at_least_float32(param), {name: _wide_state(name, old) for name in names}
             known = dict(zip(values, rest[len(stored) + len(keys) :], strict=False))
             after, new = step(before, wide, scalar, known)
@@ -491,8 +509,8 @@ class StepKernel:
             if changes_param:
                 after = after if keep is None else torch.where(keep, after, before[0])
                 param.copy_(after if not run.rounds_param else _rounded(after, noise, len(rounded)))
-            if out:
-                rest[-1].copy_(after)
+            if out or into_grad:
+                (grad if into_grad else rest[-1]).copy_(after)
             for name in names:
                 number = rounded.index(name) if name in rounded else 0
                 for key, value in _stored_state(name, new[name], old, noise, number).items():
@@ -501,7 +519,7 @@ class StepKernel:
 
         members = 0 if positions is None else len(positions.shifts)
         dtypes = tuple(tensor.dtype for tensor in (param, grad, *state, *out))
-        key = (rule, param.numel(), dtypes, tuple(keys), members, part, tuple(values))
+        key = (rule, param.numel(), dtypes, tuple(keys), members, part, tuple(values), into_grad)
         self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *values.values(), *where, *out))
 
     def _run_compiled(

@@ -330,6 +330,12 @@ class ShardMemory:
     def _in_memory_order(self) -> list[ShardedParameter]:
         return sorted(self._records.live, key=lambda record: (*_buffer_key(record), record.shard.data_ptr()))
 
+    @property
+    def has_private_copies(self) -> bool:
+        """Return True if compute shards are as large as shards, and no other rank reads them."""
+        read_by_peers = self._transports is not None and self._transports.weight_memory is not None
+        return self._mesh.host_count == 1 and not read_by_peers
+
     # -- gradients
 
     def allocate_gradients(self) -> None:

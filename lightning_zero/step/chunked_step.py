@@ -63,7 +63,14 @@ class ChunkedRunner:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         return True
 
-    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+    def begin(
+        self,
+        layout: StepLayout,
+        own: OwnParams,
+        max_norm: float | None,
+        skip: Tensor | None,
+        keeps_gradients: bool = False,
+    ) -> FlatParams:
         assert skip is None, "only the captured runner can skip"
         layout.prepare_eager_step(own.state, max_norm)
         chunks = [chunk for run in layout.runs for chunk in self._cut(run, own)]

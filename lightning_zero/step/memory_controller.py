@@ -125,7 +125,9 @@ class MemoryController:
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
         if not self.gradients.single_micro_batch:
-            self.gradients.stop_aliasing()  # an earlier training may have aliased them
+            self.gradients.stop_aliasing(
+                "several micro-batches share a step"
+            )  # an earlier training may have aliased them
         if self.gradients.choose(config, optimizers):
             self._planner.empty_cache()
         if config.memory is not None:  # so that the communicator's memory is measured
@@ -346,15 +348,27 @@ class GradientPlacement:
 
         Gradients that already alias weights cannot be kept: the accumulation itself raises for these.
         """
-        with no_shard_dispatch():
-            wanted = self.aliased and any(
-                r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard
-            )
-        if not wanted:
-            self.stop_aliasing()
+        if not self._hold_gradients():
+            self.stop_aliasing("several micro-batches share a step")
 
-    def stop_aliasing(self) -> None:
-        """Undo planned aliasing after a step, and rule it out for later plans."""
+    def on_forward(self) -> None:
+        """Undo planned aliasing on one rank, because code has read weights that had a gradient.
+
+        Examples are a module that a step calls twice, and an evaluation before the step. Compiled code gathers such a
+        weight from its master shard, and a replay would raise an error. Several ranks might disagree.
+        """
+        alone = self._sharder.mesh.world_size == 1
+        if alone and self.aliased and self._sharder.executor.weights.reads_of_gradients():
+            if not self._hold_gradients():
+                self.stop_aliasing("a step uses weights again after their gradient")
+
+    def _hold_gradients(self) -> bool:
+        """Return True if a parameter has a gradient that aliases its compute shard."""
+        with no_shard_dispatch():
+            return self.aliased and any(r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard)
+
+    def stop_aliasing(self, why: str) -> None:
+        """Undo planned aliasing after a step, and rule it out for later plans; ``why`` is for the message."""
         config = self._session.config
         if config.tuning.grad_aliasing or not (self.single_micro_batch or self.aliased):
             return
@@ -364,7 +378,7 @@ class GradientPlacement:
             self.automatic = False
             self.set_aliasing(False)
             self._session.progress.report(
-                "Several micro-batches share a step, so gradients have memory of their own from now on, "
+                f"{why[0].upper()}{why[1:]}, so gradients have memory of their own from now on, "
                 f"{format_bytes(saved)}. Pass tuning=Tuning(grad_aliasing=False) to have it from the beginning."
             )
             return
@@ -373,7 +387,7 @@ class GradientPlacement:
             return
         self._session.apply_update(update)
         self._session.progress.report(
-            f"memory={config.memory!r}: several micro-batches share a step, so gradients have memory of their own "
+            f"memory={config.memory!r}: {why}, so gradients have memory of their own "
             f"again, {format_bytes(saved)}. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
             "from the beginning."
         )

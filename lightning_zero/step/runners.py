@@ -47,7 +47,14 @@ class StepRunner(Protocol):
         """
         ...
 
-    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+    def begin(
+        self,
+        layout: StepLayout,
+        own: OwnParams,
+        max_norm: float | None,
+        skip: Tensor | None,
+        keeps_gradients: bool = False,
+    ) -> FlatParams:
         """Run before the optimizer's own ``step``.
 
         Args:
@@ -55,6 +62,7 @@ class StepRunner(Protocol):
             own: The optimizer's own groups and state.
             max_norm: Clip the gradients to this norm, unless None; ``layout.squared`` is of all ranks.
             skip: 0-dim on the device; if not zero, change nothing. Only if ``can_skip``.
+            keeps_gradients: hooks may read gradients after the step.
 
         Returns:
             The parameters and state that the optimizer steps by itself.
@@ -77,7 +85,14 @@ class EagerRunner:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         return True
 
-    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+    def begin(
+        self,
+        layout: StepLayout,
+        own: OwnParams,
+        max_norm: float | None,
+        skip: Tensor | None,
+        keeps_gradients: bool = False,
+    ) -> FlatParams:
         assert skip is None, "only the captured runner can skip"
         layout.prepare_eager_step(own.state, max_norm)
         flat = layout.flat_groups(own.groups)
@@ -284,9 +299,16 @@ class CapturedRunner:
                 entries[name] = old.to(device=self._device)
         return {name: entries[name] for name in shapes}
 
-    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+    def begin(
+        self,
+        layout: StepLayout,
+        own: OwnParams,
+        max_norm: float | None,
+        skip: Tensor | None,
+        keeps_gradients: bool = False,
+    ) -> FlatParams:
         with torch.no_grad():
-            self.replays += self._kernels[layout].run(own.groups, layout.squared, max_norm, skip)
+            self.replays += self._kernels[layout].run(own.groups, layout.squared, max_norm, skip, keeps_gradients)
         return FlatParams([], layout.state, [])
 
     def end(self, layout: StepLayout, own: OwnParams) -> None:

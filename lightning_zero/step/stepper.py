@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.modules import global_pre_hooks
+from lightning_zero.compat.modules import global_post_hooks, global_pre_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import StateOnHost
@@ -213,6 +213,7 @@ class OptimizerStepper:
         self._step_pre_hook: Any = None  # runs after users' pre-hooks
         self._begins_in_step = False  # the pre-hook has not run yet
         self._dropped_gradients = False  # by a step in this training step
+        self._user_writes = 0  # writes of weights by others that were announced before the step
 
     @property
     def layout(self) -> StepLayout | None:
@@ -351,6 +352,11 @@ class OptimizerStepper:
         own: Any = self._optimizer._optimizer_step_pre_hooks
         return bool(global_pre_hooks) or any(not isinstance(hook, StepGuard) for hook in own.values())
 
+    @property
+    def _has_post_hooks(self) -> bool:
+        own: Any = self._optimizer._optimizer_step_post_hooks
+        return bool(global_post_hooks) or bool(own)
+
     @without_shard_dispatch
     def _begin(self, skip: Tensor | None) -> None:
         own = self._swap.own
@@ -360,7 +366,8 @@ class OptimizerStepper:
         self._agreement.check(layout, own)
         runner = self.runner = self._choose_runner(layout, own)
         self._mark_written(layout, False)
-        flat_params = runner.begin(layout, own, max_norm, skip)
+        flat_params = runner.begin(layout, own, max_norm, skip, self._has_post_hooks)
+        self._user_writes = self._weights.user_write_count()
         self._swap.swap_in(
             flat_params, lambda own: runner.end(layout, own), self._elementwise_check(layout, flat_params)
         )
@@ -396,17 +403,18 @@ class OptimizerStepper:
                 run.drop_aliased_gradient()
                 self._dropped_gradients |= run.aliases_compute_shard
         params = [param for group in own.groups for param in group["params"]]
-        if not self._may_be_on_host or self.layout is None:
+        if self.layout is None or not any(run.copy is not None for run in self.layout.runs):
             torch.autograd.graph.increment_version(params)
             return True
         still_valid = self._weights.valid_compute_shards()  # not written by this step
         torch.autograd.graph.increment_version(params)
         self._weights.mark_compute_shards_written(still_valid, True)
-        self._mark_written(self.layout, True)
+        if self._weights.user_write_count() == self._user_writes:  # no hook has changed the stepped weights
+            self._mark_written(self.layout, True)
         return True
 
     def _mark_written(self, layout: StepLayout, written: bool) -> None:
-        """Mark compute shards of offloaded masters as invalid before a step, or valid if written."""
+        """Mark compute shards that steps write as invalid before a step, or valid if written."""
         indices = []
         for run in layout.runs:
             run.copied = run.copied and written

@@ -30,6 +30,7 @@ class OneRank:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rank = rank
+        self.memory = SimpleNamespace(has_private_copies=False)
         self.mesh = SimpleNamespace(
             world_size=1,
             replicated=False,
@@ -66,7 +67,9 @@ class OneRank:
             device=CPU,
             gradients=SimpleNamespace(attachment_key=lambda: self.key, may_write_gradient=lambda index: True),
             weights=SimpleNamespace(
-                valid_compute_shards=list, mark_compute_shards_written=lambda indices, written: None
+                valid_compute_shards=list,
+                mark_compute_shards_written=lambda indices, written: None,
+                user_write_count=lambda: 0,
             ),
             collective=self._collective,
             start_collective=None,  # nothing is sent by one rank

@@ -147,7 +147,14 @@ class Doubling:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         return len(layout.runs) == 1
 
-    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+    def begin(
+        self,
+        layout: StepLayout,
+        own: OwnParams,
+        max_norm: float | None,
+        skip: Tensor | None,
+        keeps_gradients: bool = False,
+    ) -> FlatParams:
         self.log.append("begin")
         with torch.no_grad():
             for run in layout.runs:
@@ -375,7 +382,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
     """They must not count as optimizers that may step next."""
     bench: Any = Bench()
-    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None), None
+    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None, has_private_copies=False), None
     optimizers = steps(bench, [])
     for _ in range(2):
         optimizers.arrange([bench.optimizer])
