@@ -358,9 +358,9 @@ class GradientPlacement:
         weight from its master shard, and a replay would raise an error. Several ranks might disagree.
         """
         alone = self._sharder.mesh.world_size == 1
-        if alone and self.aliased and self._sharder.executor.weights.reads_of_gradients():
-            if not self._hold_gradients():
-                self.stop_aliasing("a step uses weights again after their gradient")
+        read = alone and self.aliased and self._sharder.executor.weights.reads_of_gradients()
+        if read and not self._hold_gradients():
+            self.stop_aliasing("a step uses weights again after their gradient")
 
     def _hold_gradients(self) -> bool:
         """Return True if a parameter has a gradient that aliases its compute shard."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.utils import counters as compiler_counters
 
 from tests.helpers.marks import how_seldom
@@ -110,3 +111,54 @@ def test_a_backward_after_the_end_says_so(ranks: Ranks) -> None:
     for replayed, message in ranks.run(2, closed_before_its_backward, deadline=120):
         assert replayed == 5, "two steps and a forward"
         assert "before its backward pass. Run the backward pass first." in message
+
+
+class Similarities(nn.Module):
+    """Returns similarities, their transpose, as CLIP does, and a part of them without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 24), nn.Linear(16, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.left(x) @ self.right(x).t()
+        return found, found.t(), found[0].detach()
+
+
+class Contrastive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Similarities()
+
+    def loss(self, x: Tensor) -> Tensor:
+        rows, columns, part = self.net(x)
+        assert part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() == columns.data_ptr()
+        target = torch.arange(len(rows))
+        return nn.functional.cross_entropy(rows, target) + 3 * nn.functional.cross_entropy(columns, target) + part.sum()
+
+
+def train_contrastive(replayed: bool) -> tuple[list[float], int]:
+    torch.manual_seed(3)
+    model, losses = Contrastive(), []
+    with engine_for(model, emulate_cuda_graph_model=replayed) as engine:
+        optimizer = adamw(model)
+        for _ in range(6):
+            with engine.train_step():
+                loss = model.loss(torch.randn(8, 16))
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, engine.executor.counters().get("replayed_graphs", 0)
+
+
+def contrastive_both() -> tuple[Any, Any]:
+    return train_contrastive(True), train_contrastive(False)
+
+
+def test_outputs_that_are_views_of_another_one_are_replayed(ranks: Ranks) -> None:
+    [((losses, replayed), (expected, runs))] = ranks.run(1, contrastive_both, deadline=120)
+    assert losses == expected
+    assert replayed > 0
+    assert not runs

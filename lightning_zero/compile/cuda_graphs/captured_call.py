@@ -95,16 +95,16 @@ class CapturedCall:
         return outputs, token
 
     def with_known_outputs(self, computed: Sequence[Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return all outputs: those of :meth:`forward`, inputs returned as they are, and detached ones.
+        """Return all outputs: those of :meth:`forward`, inputs returned as they are, and views of others.
 
         ``self.count += 1`` with a buffer makes compiled code return the buffer.
         """
-        inputs, detached, rest = self.pair.known.inputs, self.pair.known.detached, iter(computed)
-        if not inputs and not detached:
+        inputs, views, rest = self.pair.known.inputs, self.pair.known.views, iter(computed)
+        if not inputs and not views:
             return tuple(computed)
-        count = len(computed) + len(inputs) + len(detached)
-        outputs = {n: args[inputs[n]] if n in inputs else next(rest) for n in range(count) if n not in detached}
-        outputs |= {n: outputs[other].detach() for n, other in detached.items()}
+        count = len(computed) + len(inputs) + len(views)
+        outputs = {n: args[inputs[n]] if n in inputs else next(rest) for n in range(count) if n not in views}
+        outputs |= {n: view.make(outputs[view.of]) for n, view in views.items()}
         return tuple(outputs[n] for n in range(count))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -87,16 +87,38 @@ CHANGED_INPUT = "an input is changed in place"
 
 
 @dataclass(frozen=True)
+class OutputView:
+    """An output that is a view of another one, whose elements are dense.
+
+    Attributes:
+        of: number of the other output.
+        offset: of the first element among those of the other one.
+        differentiable: gradients reach the other output through the view.
+    """
+
+    of: int
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    differentiable: bool
+
+    def make(self, other: Tensor) -> Tensor:
+        """Return the view of ``other``, which has the memory layout of that time."""
+        base = other if self.differentiable else other.detach()
+        return base.as_strided(self.size, self.stride, other.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
 class KnownOutputs:
     """Outputs that are not copied from a replay, by their numbers among all outputs.
 
     Attributes:
         inputs: number of an output -> number of the input that it is.
-        detached: number of an output -> number of the output that it is, without its gradient.
+        views: number of an output -> the view that it is of another output.
     """
 
     inputs: Mapping[int, int] = field(default_factory=dict)
-    detached: Mapping[int, int] = field(default_factory=dict)
+    views: Mapping[int, OutputView] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,8 +189,8 @@ class CaptureSpec:
         owned = {value.untyped_storage().data_ptr() for _, value in inputs}
         if any(output.untyped_storage().data_ptr() in owned for output in computed.values()):
             raise NotImplementedError("an output is a view of an input, or an input that requires grad")
-        detached = _detached(computed)
-        return [output for n, output in computed.items() if n not in detached], KnownOutputs(returned, detached)
+        views = _views(computed)
+        return [output for n, output in computed.items() if n not in views], KnownOutputs(returned, views)
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
@@ -196,24 +218,35 @@ class CaptureSpec:
         ), "a gradient went past the executor"
 
 
-def _detached(outputs: Mapping[int, Tensor]) -> dict[int, int]:
-    """Return which outputs are others without their gradient, as of ``h, h.detach()``.
+def _views(outputs: Mapping[int, Tensor]) -> dict[int, OutputView]:
+    """Return which outputs are views of others, as of ``h, h.t()`` and ``h, h.detach()``.
 
     Raises:
         NotImplementedError: outputs share memory in another way. A change of one would not change the other's copy.
     """
-    found: dict[int, int] = {}
-    # Those with a gradient are first: the others are found to be theirs.
-    order = sorted(outputs, key=lambda n: not outputs[n].requires_grad)
+    found: dict[int, OutputView] = {}
+    # Those with a gradient and the largest are first: the others are found to be views of them.
+    order = sorted(outputs, key=lambda n: (not outputs[n].requires_grad, -outputs[n].numel()))
     for place, n in enumerate(order):
         for other in order[:place]:
             if other in found or not _overlap(outputs[n], outputs[other]):
                 continue
-            if outputs[n].requires_grad or _place(outputs[n]) != _place(outputs[other]):
-                raise NotImplementedError("two outputs share memory, as `h` and `h.view(-1)` do")
-            found[n] = other
+            if not _contains(outputs[other], outputs[n]):
+                raise NotImplementedError("two outputs share memory, as `h[1:]` and `h[:-1]` do")
+            view, base = outputs[n], outputs[other]
+            offset = int(view.storage_offset() - base.storage_offset())
+            found[n] = OutputView(other, view.size(), view.stride(), offset, view.requires_grad)
             break
     return found
+
+
+def _contains(base: Tensor, view: Tensor) -> bool:
+    """Return True if ``base`` is dense, and all elements of ``view`` are elements of it, in its dtype."""
+    if base.dtype != view.dtype or not torch.ops.aten.is_non_overlapping_and_dense(base):
+        return False
+    begin = view.storage_offset() - base.storage_offset()
+    last = begin + sum((size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True))
+    return begin >= 0 and last < base.numel()
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

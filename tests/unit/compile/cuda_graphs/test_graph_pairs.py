@@ -280,19 +280,43 @@ def outputs_of(compiled: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[list[T
 def test_a_detached_output_goes_on_sharing_its_memory() -> None:
     outputs, known = outputs_of(lambda w: ((h := w * 2).detach(), h, h.detach(), w + 1))
     assert len(outputs) == 2
-    assert known.detached == {0: 1, 2: 1}
+    assert {n: (view.of, view.differentiable) for n, view in known.views.items()} == {0: (1, False), 2: (1, False)}
 
 
 def test_outputs_that_share_no_element_are_copied() -> None:
     outputs, known = outputs_of(lambda w: (w * 2).chunk(3, -1))
     assert len(outputs) == 3
-    assert not known.detached
+    assert not known.views
 
 
-@pytest.mark.parametrize("view", [lambda h: h.view(-1), lambda h: h[1:].detach(), lambda h: h.view(torch.int32)])
-def test_outputs_that_share_memory_in_other_ways_are_refused(view: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "view",
+    [lambda h: h.t(), lambda h: h.view(-1), lambda h: h[1:], lambda h: h[:, 2].detach(), lambda h: h[1].expand(3, 6)],
+)
+def test_an_output_that_is_a_view_of_another_one_is_made_from_its_copy(view: Callable[[Tensor], Tensor]) -> None:
+    [output], known = outputs_of(lambda w: (h := w * 2, view(h)))
+    copy = output.detach().clone().requires_grad_()
+    found, expected = known.views[1].make(copy), view(copy)
+    assert known.views[1].of == 0
+    assert torch.equal(found, expected)
+    assert found.requires_grad == expected.requires_grad
+    assert found.untyped_storage().data_ptr() == copy.untyped_storage().data_ptr()
+    if expected.requires_grad:
+        weights = torch.randn(expected.shape)
+        grads = [torch.autograd.grad((values * weights).sum(), copy)[0] for values in (found, expected)]
+        torch.testing.assert_close(*grads)
+
+
+def test_the_larger_one_of_two_outputs_is_copied() -> None:
+    outputs, known = outputs_of(lambda w: ((h := (w * 2).t())[2], h))
+    assert [(output.shape, output.stride()) for output in outputs] == [((6, 4), (1, 6))]
+    assert known.views[0].of == 1
+
+
+@pytest.mark.parametrize("views", [lambda h: (h[1:], h[:-1]), lambda h: (h, h.view(torch.int32))])
+def test_outputs_that_share_memory_in_other_ways_are_refused(views: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
     with pytest.raises(NotImplementedError, match="two outputs share memory"):
-        outputs_of(lambda w: (h := w * 2, view(h)))
+        outputs_of(lambda w: views(w * 2))
 
 
 @pytest.mark.parametrize("refused", [True, False])
