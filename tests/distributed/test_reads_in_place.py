@@ -121,3 +121,41 @@ def test_shards_in_host_memory_are_not_read_in_place(ranks: Ranks) -> None:
     """Each kernel would read them over the link."""
     assert ranks.run(1, gathers_of_a_step)[0] == 0
     assert ranks.run(1, gathers_of_a_step, offload=("optimizer", "parameters"))[0] >= 3
+
+
+class Detached(nn.Module):
+    """A weight without a gradient, which backward still reads after the last gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.trained = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.read.weight.detach()
+        hidden = torch.tanh(self.trained(torch.tanh(nn.functional.linear(x, weight))))
+        return nn.functional.linear(hidden, weight)
+
+
+def input_gradients(in_place: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, found = Detached(), []
+    with engine_for(model, compute_dtype=torch.bfloat16, grad_aliasing=in_place) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            x = torch.randn(8, 16, requires_grad=True)
+            with engine.train_step(), torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(x.grad)
+    return found
+
+
+def compare_input_gradients() -> bool:
+    return all(map(torch.equal, input_gradients(True), input_gradients(False)))
+
+
+def test_memory_of_a_weight_without_gradient_is_not_cleared_while_it_is_read(ranks: Ranks) -> None:
+    assert ranks.run(1, compare_input_gradients)[0]
