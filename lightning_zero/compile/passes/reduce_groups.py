@@ -99,8 +99,8 @@ def reduce_after_reads(graph: Graph) -> Graph:
     """Enqueue gradients after the graph has read the executor's copies of their weights, in place.
 
     A gradient may use the memory of its weight's copy, see ``csrc/gradients/grad_aliasing.h``. The schemas say that the
-    op, and ``end_reads`` before it, write to what ``weight_view`` returned. For a write Inductor computes values that it
-    would otherwise compute from the weight when they are used, but only after the op that writes: hence two ops.
+    op, and ``end_reads`` before it, write to what ``weight_view`` returned. For a write, Inductor no longer
+    leaves what reads the weight to later kernels, but puts its kernels after the op that writes: hence two ops.
     """
     viewed: dict[Node, list[Node]] = {}
     for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
@@ -114,8 +114,9 @@ def reduce_after_reads(graph: Graph) -> Graph:
         views = [view for shard in shards for view in viewed.get(shard, [])]
         if not views:
             continue
-        uses = (user for view in views for form in views_and_casts(view) for user in form.users)
-        last = max((node, *(user for user in uses if user in position and user.op != "output")), key=position.__getitem__)
+        users = {user for view in views for form in views_and_casts(view) for user in form.users}
+        uses = (user for user in users if user in position and user.op != "output")
+        last = max((node, *uses), key=position.__getitem__)
         with graph.inserting_after(behind.get(last, last)):
             ordered = behind[last] = graph.call_function(ops("reduce_after_reads"), (grads, shards, views))
         with graph.inserting_before(ordered):

@@ -98,7 +98,9 @@ def ordered(graph: Graph) -> str:
 
 def test_reads_end_right_before_the_gradient() -> None:
     nodes = list(read_late("+a", "a").nodes)
-    [end], [reduce] = ([node for node in nodes if node.target is ops(name)] for name in ("end_reads", "reduce_after_reads"))
+    [end], [reduce] = (
+        [node for node in nodes if node.target is ops(name)] for name in ("end_reads", "reduce_after_reads")
+    )
     assert nodes.index(reduce) == nodes.index(end) + 1
     assert end.args[0] == reduce.args[2]
     assert [view.target for view in end.args[0]] == [ops("weight_view")]
