@@ -103,12 +103,14 @@ void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayR
   }
 }
 
-// Reduce gradients of weights some of which, those of the shards `read`, the graph reads through weight_view.
-// The gradient may use that memory, and the schema says that the op writes to `read`: it runs after all
-// readers.
+// Reduce gradients of weights some of which, `read`, the graph has from weight_view. The gradient may use that
+// memory, and the schema says that the op writes to `read`: it runs after all readers.
 void reduce_after_reads(at::TensorList grads, at::TensorList shards, at::TensorList read) {
   reduce_group(grads, shards);
 }
+
+// Make Inductor compute all that reads these results of weight_view before a gradient uses their memory.
+void end_reads(at::TensorList read, at::TensorList shards) {}
 
 void reduce_release(at::TensorList grads, at::TensorList shards) {
   auto& executor = executor_of(shards, "reduce_release");
@@ -191,6 +193,7 @@ TORCH_LIBRARY(lightning_zero, m) {
         any(reduce_zero_copy));
   m.def("reduce_after_reads(Tensor[] grads, Tensor[] shards, Tensor(a!)[] read) -> ()",
         any(reduce_after_reads));
+  m.def("end_reads(Tensor(a!)[] read, Tensor[] shards) -> ()", any(end_reads));
   m.def("reduce_release(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_release));
   m.def("offload(Tensor value, Tensor shard) -> Tensor", any(offload));
   m.def("offload_start(Tensor value, Tensor shard) -> Tensor", any(offload_start));

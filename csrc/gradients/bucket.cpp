@@ -309,6 +309,11 @@ bool ReduceBucket::is_complete() const {
   return any;
 }
 
+bool ReduceBucket::clears_weights() const {
+  return std::any_of(slots_.begin(), slots_.end(),
+                     [](const auto& slot) { return slot.arrivals == 0 && slot.record->is_grad_aliased(); });
+}
+
 void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
   for (auto& slot : slots_) {

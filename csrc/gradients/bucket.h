@@ -147,6 +147,8 @@ class ReduceBucket {
   void record_read(const c10::Stream& stream);
 
   bool is_complete() const;  // every slot has its expected arrivals, and at least one gradient arrived
+  // A launch would fill memory with zeros that still holds a weight. A graph that is running may read it.
+  bool clears_weights() const;
 
   // FILLING -> LAUNCHED. Zero the slots without arrivals and add full deferred gradients. The caller launches
   // send() -> recv(). `has_more`: returns true if an earlier bucket contributed to a repeated slot.

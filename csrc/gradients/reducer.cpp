@@ -360,10 +360,11 @@ void Reducer::put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool ze
   bucket.add(position.slot, grad, zero_copy && !late);
   // If the host waits for each collective, it must not wait for peers without such gradients. Launch after
   // the consensus instead.
-  const auto& next = backward_.next_launch;
-  if (!late && next < layout_.buckets().size() && layout_.buckets()[next].is_complete() &&
-      !context_.options.sync_collectives && transports_.reduce().launches_early())
-    launch_complete();
+  if (late || context_.options.sync_collectives || !transports_.reduce().launches_early())
+    return;
+  const auto may_launch = [](const auto& bucket) { return bucket.is_complete() && !bucket.clears_weights(); };
+  auto& next = backward_.next_launch;
+  while (next < layout_.size() && may_launch(layout_.buckets()[next])) launch(next++);
 }
 
 void Reducer::release(int64_t index) {

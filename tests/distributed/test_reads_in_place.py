@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.helpers.in_place import FROZEN, SAMPLES, Matrices, train
 from tests.helpers.models import Batch, build, make_batches
-from tests.helpers.sharded import engine_for, whole_params
+from tests.helpers.sharded import engine_for, whole_grads, whole_params
 from tests.ranks.pool import Ranks
 
 BF16 = {"compute_dtype": torch.bfloat16}
@@ -121,3 +121,85 @@ def test_shards_in_host_memory_are_not_read_in_place(ranks: Ranks) -> None:
     """Each kernel would read them over the link."""
     assert ranks.run(1, gathers_of_a_step)[0] == 0
     assert ranks.run(1, gathers_of_a_step, offload=("optimizer", "parameters"))[0] >= 3
+
+
+class Detached(nn.Module):
+    """A weight without a gradient, which backward still reads after the last gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.trained = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.read.weight.detach()
+        hidden = torch.tanh(self.trained(torch.tanh(nn.functional.linear(x, weight))))
+        return nn.functional.linear(hidden, weight)
+
+
+def input_gradients(in_place: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, found = Detached(), []
+    with engine_for(model, compute_dtype=torch.bfloat16, grad_aliasing=in_place) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            x = torch.randn(8, 16, requires_grad=True)
+            with engine.train_step(), torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(x.grad)
+    return found
+
+
+def compare_input_gradients() -> bool:
+    return all(map(torch.equal, input_gradients(True), input_gradients(False)))
+
+
+def test_memory_of_a_weight_without_gradient_is_not_cleared_while_it_is_read(ranks: Ranks) -> None:
+    assert ranks.run(1, compare_input_gradients)[0]
+
+
+class Scaled(nn.Module):
+    """A kernel multiplies by the scale after the gradient of the scale is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 48, bias=False), nn.Linear(48, 48, bias=False)
+        self.scale = nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)).bfloat16()
+        return self.second(hidden * self.scale.bfloat16())
+
+
+def gradients_of_kernels(over_weights: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Scaled()
+    # Each gradient is reduced at once, and each kernel computes one value.
+    options: dict[str, Any] = {"reduce_group_mb": 1e-6, "reduce_bucket_mb": 1e-4, "grad_aliasing": over_weights}
+    with (
+        torch._inductor.config.patch(max_fusion_size=1),
+        engine_for(model, "inductor", compute_dtype=torch.bfloat16, **options) as engine,
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        found: list[Tensor] = []
+        for _ in range(3):
+            with engine.train_step(), torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(8, 48)).float().square().mean()
+            loss.backward()
+            found += [grad.float() for grad in whole_grads(engine, model).values() if grad is not None]
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+
+def compare_gradients_of_kernels() -> float:
+    pairs = zip(gradients_of_kernels(True), gradients_of_kernels(False), strict=True)
+    return max(((found - expected).norm() / expected.norm()).item() for found, expected in pairs)
+
+
+def test_kernels_that_read_a_weight_run_before_its_gradient_overwrites_it(ranks: Ranks) -> None:
+    assert ranks.run(1, compare_gradients_of_kernels, deadline=240)[0] < 0.02

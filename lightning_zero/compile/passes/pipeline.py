@@ -29,7 +29,9 @@ from lightning_zero.compile.passes.saved_weights import SavedLimits
 PUBLISH_PLAN = PassSpec(
     "publish_plan", publish_plan, requires=frozenset({"started", "enqueued"}), provides=frozenset({"published"})
 )
-REDUCE_AFTER_READS = PassSpec("reduce_after_reads", reduce_after_reads, requires=frozenset({"enqueued"}))
+REDUCE_AFTER_READS = PassSpec(
+    "reduce_after_reads", reduce_after_reads, requires=frozenset({"enqueued"}), provides=frozenset({"after_reads"})
+)
 ENQUEUE_GRADIENTS = PassSpec("enqueue_gradients", enqueue_gradients, provides=frozenset({"enqueued"}))
 
 ZERO_COPY_GRADIENTS = PassSpec("zero_copy_gradients", zero_copy_gradients, requires=frozenset({"enqueued"}))
@@ -123,7 +125,9 @@ def _in_place_passes(context: PassContext) -> tuple[tuple[PassSpec, ...], tuple[
     if context.in_place is None:
         return (), ()
     read = partial(read_in_place, reads=context.in_place)
-    return (PassSpec("read_in_place", read, conflicts=frozenset({"started"})),), (REDUCE_AFTER_READS,)
+    conflicts = frozenset({"started", "after_reads"})
+    spec = PassSpec("read_in_place", read, provides=frozenset({"in_place"}), conflicts=conflicts)
+    return (spec,), (REDUCE_AFTER_READS,)
 
 
 def _place(context: PassContext) -> PassSpec:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
@@ -131,7 +132,7 @@ def read_in_place(graph: Graph, reads: InPlaceReads) -> Graph:
         if not reads.covers(node) or any(output in form.users for form in forms):
             continue
         packed = not (shard.meta["val"].dtype.is_floating_point or shard.meta["val"].dtype.is_complex)
-        own_shape = any(_shape(form) == _shape(shard) for form in forms)
+        own_shape = any(_shape(form) == _shape(shard) for form in forms if isinstance(form.meta["val"], Tensor))
         with graph.inserting_before(node):
             if reads.covers_shard(node) and (packed or not own_shape):
                 weight = _view_of_shard(graph, shard, list(node.meta["val"].shape))

@@ -25,13 +25,14 @@ from lightning_zero.compile.fx_utils import (
 )
 from lightning_zero.compile.passes.gather_groups import split_into_groups
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
-from lightning_zero.native.ops import OPS, Role, reduce_op, register_op
+from lightning_zero.native.ops import OPS, Op, Role, no_result, reduce_op, register_op
 from lightning_zero.profiling.graph_tensors import nbytes
 
 register_op(reduce_op("reduce_group", Role.REDUCE))
 register_op(reduce_op("reduce_zero_copy", Role.REDUCE))
 register_op(reduce_op("reduce_after_reads", Role.REDUCE))
 register_op(reduce_op("reduce_release"))
+register_op(Op("end_reads", shards=1, fake=no_result, has_effect=True))
 
 
 def enqueue_gradients(graph: Graph) -> Graph:
@@ -97,8 +98,9 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
 def reduce_after_reads(graph: Graph) -> Graph:
     """Enqueue gradients after the graph has read the executor's copies of their weights, in place.
 
-    A gradient may use the memory of its weight's copy, see ``csrc/gradients/grad_aliasing.h``. The op's schema says
-    that it writes to these shards, so Inductor keeps readers of them before it.
+    A gradient may use the memory of its weight's copy, see ``csrc/gradients/grad_aliasing.h``. The schemas say that the
+    op, and ``end_reads`` before it, write to what ``weight_view`` returned. For a write, Inductor no longer
+    leaves what reads the weight to later kernels, but puts its kernels after the op that writes: hence two ops.
     """
     viewed: dict[Node, list[Node]] = {}
     for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
@@ -109,14 +111,16 @@ def reduce_after_reads(graph: Graph) -> Graph:
     behind: dict[Node, Node] = {}  # maps a last reader to the last op inserted after it
     for node in nodes_in_role(graph, Role.REDUCE):
         grads, shards = _arguments(node)
-        read = [shard for shard in shards if shard in viewed]
-        if not read:
+        views = [view for shard in shards for view in viewed.get(shard, [])]
+        if not views:
             continue
-        views = (view for shard in read for view in viewed[shard])
-        uses = (user for view in views for form in views_and_casts(view) for user in form.users)
-        last = max((node, *(user for user in uses if user.op != "output")), key=position.__getitem__)
+        users = {user for view in views for form in views_and_casts(view) for user in form.users}
+        uses = (user for user in users if user in position and user.op != "output")
+        last = max((node, *uses), key=position.__getitem__)
         with graph.inserting_after(behind.get(last, last)):
-            ordered = behind[last] = graph.call_function(ops("reduce_after_reads"), (grads, shards, read))
+            ordered = behind[last] = graph.call_function(ops("reduce_after_reads"), (grads, shards, views))
+        with graph.inserting_before(ordered):
+            graph.call_function(ops("end_reads"), (views, shards)).meta["val"] = None
         ordered.meta["val"] = None
         ordered.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
         graph.erase_node(node)
@@ -152,7 +156,7 @@ def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
 
 
 def _arguments(node: Node) -> list[list[Node]]:
-    """Return gradients, shards, and for ``reduce_after_reads`` the shards that the graph reads, as lists."""
+    """Return gradients, shards, and for ``reduce_after_reads`` the weights that the graph reads, as lists."""
     args: Any = node.args
     return [[arg] if isinstance(arg, Node) else list(arg) for arg in args]
 

@@ -91,6 +91,8 @@ class PassSelection:
 
 # Properties that a graph needs to run, and the passes that provide them.
 FINISHED = {"started": "group_gathers", "enqueued": "enqueue_gradients", "published": "publish_plan"}
+# Likewise, of a graph that reads weights in place.
+IN_PLACE = {"after_reads": "reduce_after_reads"}
 
 Names = tuple[str, ...]
 
@@ -122,9 +124,11 @@ def check_passes(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"Pass {twice[0]!r} is named twice. Name each pass once.")
-    missing = FINISHED.keys() - check_contracts([known[name] for name in names])
+    provided = check_contracts([known[name] for name in names])
+    needed = FINISHED | (IN_PLACE if "in_place" in provided else {})
+    missing = needed.keys() - provided
     if missing:
-        givers = [repr(giver) for what, giver in FINISHED.items() if what in missing]
+        givers = [repr(giver) for what, giver in needed.items() if what in missing]
         raise ValueError(f"These passes leave a graph that is not {sorted(missing)}. Add {', '.join(givers)}.")
     return tuple(names)
 

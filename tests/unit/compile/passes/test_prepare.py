@@ -1,5 +1,7 @@
 """Passes on single gathers and reduces: shared, merged, sunk, cast and read in place."""
 
+import operator
+
 import pytest
 import torch
 from torch.fx import Graph, Node
@@ -80,6 +82,15 @@ def test_a_weight_in_a_dtype_is_read_from_its_copy_if_the_executor_keeps_one(kep
     b = Builder()
     x, weight = b.input("x", 8, 8, dtype=BF16), b.gather(b.shard("a", 64), 8, 8, dtype=BF16)
     assert read(b, x, weight, dtypes=kept) == ("weight_view(a) mm" if kept else "gather(a) mm")
+
+
+def test_a_weight_in_parts_is_read_in_place() -> None:
+    b = Builder()
+    parts = b.call(aten.split.Tensor, b.gather(b.shard("w"), 8, 4), 4)
+    used = [b.call(aten.sin.default, b.call(operator.getitem, parts, index)) for index in range(2)]
+    graph = read_in_place(b.done(*used), InPlaceReads(frozenset()))
+    graph.lint()
+    assert not gathers(graph)
 
 
 def test_weights_in_the_cache_are_not_read_in_place() -> None:

@@ -5,7 +5,7 @@ import re
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.fx_utils import InPlaceReads, is_reduce, ops
+from lightning_zero.compile.fx_utils import InPlaceReads, is_reduce, ops, shard_of
 from lightning_zero.compile.passes.prepare import read_in_place
 from lightning_zero.compile.passes.reduce_groups import (
     enqueue_gradients,
@@ -96,6 +96,16 @@ def ordered(graph: Graph) -> str:
     return " ".join(re.findall(r"mm|reduce\w*\([^)]*\)", order(graph)))
 
 
+def test_reads_end_right_before_the_gradient() -> None:
+    nodes = list(read_late("+a", "a").nodes)
+    [end], [reduce] = (
+        [node for node in nodes if node.target is ops(name)] for name in ("end_reads", "reduce_after_reads")
+    )
+    assert nodes.index(reduce) == nodes.index(end) + 1
+    assert end.args[0] == reduce.args[2]
+    assert [view.target for view in end.args[0]] == [ops("weight_view")]
+
+
 def test_gradients_follow_the_last_read_of_their_weights() -> None:
     """They may use the memory of the copies that the graph reads."""
     assert ordered(read_late("a", "+a")) == "mm mm reduce_after_reads(a)"
@@ -116,4 +126,4 @@ def test_a_group_of_gradients_follows_the_reads_of_all_its_weights_and_is_borrow
     graph = zero_copy_gradients(graph)
     (node,) = (n for n in graph.find_nodes(op="call_function", target=ops("reduce_zero_copy")) if len(n.args[0]) == 2)
     assert node.args[3] == read
-    assert [shard.name for shard in read] == ["a", "b"]
+    assert [shard_of(view).name for view in read] == ["a", "b"]

@@ -81,6 +81,17 @@ def test_what_graphs_need_stays_on(off: list[str], words: str) -> None:
     assert names(selection) == NAMES
 
 
+def test_gradients_follow_the_reads_of_a_graph_that_reads_weights_in_place() -> None:
+    alone, passes = default_passes(PassContext(CompileConfig(), 1)), PassSelection()
+    with pytest.raises(ValueError, match="Graphs cannot do without 'reduce_after_reads'"):
+        passes.disable(["reduce_after_reads"], alone)
+    names = [spec.name for spec in alone]
+    names.append(names.pop(names.index("read_in_place")))
+    with pytest.raises(ValueError, match="'read_in_place' conflicts with"):
+        passes.use(names, alone)
+    assert passes.disable(["read_in_place"], alone)
+
+
 def test_a_choice_that_cannot_run_without_what_is_switched_off_is_refused() -> None:
     selection = PassSelection()
     selection.disable(["split_gathers"], DEFAULT)  # not a default pass here
