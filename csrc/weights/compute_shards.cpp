@@ -116,7 +116,7 @@ void ComputeShards::mark_compute_shards_written(std::vector<int64_t> indices, bo
   for (const auto index : indices) {
     auto& record = context_.at(index);
     auto& copy = record.compute_shard;
-    TORCH_INTERNAL_ASSERT(copy.local.defined() && (record.on_host || copy.by_rank.empty()), record.name);
+    TORCH_INTERNAL_ASSERT(copy.local.defined(), record.name);
     copy.written_by_optimizer = copy.written_by_optimizer || written;
     if (written)
       is_written(record);

@@ -41,7 +41,7 @@ class FlatRun:
         rounds_param: ``param`` is bfloat16, and rounded stochastically.
         on_host: Host view of ``param`` if it is offloaded.
         copy: Compute shards of the members, which captured steps write, and all steps of offloaded members; None if
-            there are none, or if peers read them.
+            there are none, or if peers may read them.
         shared: For each member, state of its own shape that every rank stores in full, by name.
         shared_names: Names of such state.
         copied: True if the last step has written all of ``copy``.

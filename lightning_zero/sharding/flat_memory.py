@@ -331,10 +331,13 @@ class ShardMemory:
         return sorted(self._records.live, key=lambda record: (*_buffer_key(record), record.shard.data_ptr()))
 
     @property
-    def has_private_copies(self) -> bool:
-        """Return True if compute shards are as large as shards, and no other rank reads them."""
+    def steps_write_copies(self) -> bool:
+        """Return True if an optimizer step may write compute shards: as large as shards, and not read meanwhile.
+
+        With an epoch lock, other ranks do not read during a step.
+        """
         read_by_peers = self._transports is not None and self._transports.weight_memory is not None
-        return self._mesh.host_count == 1 and not read_by_peers
+        return self._mesh.host_count == 1 and (not read_by_peers or self.executor.weights.uses_epoch_lock())
 
     # -- gradients
 

@@ -252,7 +252,7 @@ class StepLayouts:
             stored_dtypes=dtypes,
             one_per_parameter=self._one_per_parameter,
             rounding=self._rounding,
-            writes_copies=self._sharder.memory.has_private_copies,
+            writes_copies=self._sharder.memory.steps_write_copies,
         )
         for run in runs:
             rule = rule_for(self._optimizer, own.groups[run.group])

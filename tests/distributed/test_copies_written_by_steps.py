@@ -2,7 +2,15 @@
 
 import pytest
 
-from tests.helpers.written_copies import EDITS, WAYS, Edit, train
+from tests.helpers.written_copies import (
+    EDITS,
+    WAYS,
+    Edit,
+    clamp_data,
+    load_other_values,
+    train,
+    write_in_later_hooks,
+)
 from tests.ranks.pool import Ranks
 
 
@@ -27,7 +35,15 @@ def test_each_of_two_optimizers_writes_its_part(ranks: Ranks, way: str) -> None:
     assert not found["wrong"]
 
 
-def test_two_ranks_that_gather_by_collectives_write_their_copies(ranks: Ranks) -> None:
-    for found in ranks.run(2, train, None, {"gather_transport": "collective"}, deadline=120):
+@pytest.mark.parametrize("transport", ["collective", "copy"])
+def test_two_ranks_write_their_copies(ranks: Ranks, transport: str) -> None:
+    for found in ranks.run(2, train, None, {"gather_transport": transport}, deadline=120):
         assert not found["wrong"]
         assert not any(found["passes"][3:]), found["passes"]
+
+
+@pytest.mark.parametrize("edit", [clamp_data, load_other_values, write_in_later_hooks], ids=lambda e: e.__name__)
+def test_edits_reach_copies_that_peers_read(ranks: Ranks, edit: Edit) -> None:
+    options = {"gather_transport": "copy", "reduce_transport": "copy", "grad_aliasing": True}
+    for found in ranks.run(2, train, edit, options, deadline=120):
+        assert not found["wrong"]

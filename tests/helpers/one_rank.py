@@ -30,7 +30,7 @@ class OneRank:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rank = rank
-        self.memory = SimpleNamespace(has_private_copies=False)
+        self.memory = SimpleNamespace(steps_write_copies=False)
         self.mesh = SimpleNamespace(
             world_size=1,
             replicated=False,

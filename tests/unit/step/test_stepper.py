@@ -382,7 +382,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
     """They must not count as optimizers that may step next."""
     bench: Any = Bench()
-    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None, has_private_copies=False), None
+    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None, steps_write_copies=False), None
     optimizers = steps(bench, [])
     for _ in range(2):
         optimizers.arrange([bench.optimizer])
