@@ -103,8 +103,8 @@ void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayR
   }
 }
 
-// Reduce gradients of weights some of which, `read`, the graph has from weight_view. The gradient may use that
-// memory, and the schema says that the op writes to `read`: it runs after all readers.
+// Reduce gradients of weights some of which, `read`, the graph has from weight_view. The gradient may use
+// that memory, and the schema says that the op writes to `read`: it runs after all readers.
 void reduce_after_reads(at::TensorList grads, at::TensorList shards, at::TensorList read) {
   reduce_group(grads, shards);
 }

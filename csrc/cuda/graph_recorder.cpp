@@ -58,7 +58,6 @@ bool WeightCapture::fits(const Recorded& graph, std::set<int64_t>& gathered) con
 void WeightCapture::before_replay(const Recorded& graph) {
   weights_.sync_compute_shards();
   weights_.log().append(graph.gathers);
-  grad_aliasing::check_readable(context_, graph.reads);
   if (auto* exchange = weights_.exchange())
     exchange->before_replay(graph.exchange);
 }
@@ -157,6 +156,8 @@ void GraphRecorder::before_replay(int64_t number) {
   communicators_.before_replay(graph.collectives);
   if (!graph.gradients.arrivals.empty())
     gradients_.before_replay(graph.gradients);
+  // Afterwards, because it may launch earlier buckets.
+  grad_aliasing::check_readable(context_, graph.weights.reads);
 }
 
 void GraphRecorder::after_replay(int64_t number) {

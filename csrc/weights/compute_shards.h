@@ -5,8 +5,8 @@
 // peers may not read the shards themselves.
 //
 // [Note: copies written by a step] A captured optimizer step has the weights in registers, and writes their
-// compute shards, if no peer can read these meanwhile: there are none, or an epoch lock keeps them out. Such a
-// copy is not rewritten before a training step to catch unannounced changes, as other compute shards are:
+// compute shards, if no peer can read these meanwhile: there are none, or an epoch lock keeps them out. Such
+// a copy is not rewritten before a training step to catch unannounced changes, as other compute shards are:
 // everything except the optimizer must announce changes, as with an epoch lock. The tensors that users see do
 // so in Python, see sharding/shard_rules.py. A gradient may use the copy's memory until the step has read it.
 //
