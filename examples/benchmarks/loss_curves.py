@@ -38,6 +38,7 @@ OPTIONS = {
     "other batches": [],
     "perturbed": [],
     "fp8": FP8,
+    "fp8 e4m3": [*FP8, 'tuning.fp8_gradient_format="e4m3"'],
     "fp8 shards": [*FP8, "tuning.fp8_shards=true"],
     "8bit": ['tuning.state_dtype="8bit"'],
     "bf16 weights": ["tuning.bf16_stochastic_round=true"],
