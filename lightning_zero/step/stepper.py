@@ -213,7 +213,6 @@ class OptimizerStepper:
         self._step_pre_hook: Any = None  # runs after users' pre-hooks
         self._begins_in_step = False  # the pre-hook has not run yet
         self._dropped_gradients = False  # by a step in this training step
-        self._user_writes = 0  # writes of weights by others that were announced before the step
 
     @property
     def layout(self) -> StepLayout | None:
@@ -367,10 +366,15 @@ class OptimizerStepper:
         runner = self.runner = self._choose_runner(layout, own)
         self._mark_written(layout, False)
         flat_params = runner.begin(layout, own, max_norm, skip, self._has_post_hooks)
-        self._user_writes = self._weights.user_write_count()
-        self._swap.swap_in(
-            flat_params, lambda own: runner.end(layout, own), self._elementwise_check(layout, flat_params)
-        )
+
+        def after(own: OwnParams) -> None:
+            with no_shard_dispatch():
+                try:
+                    runner.end(layout, own)
+                finally:
+                    self._announce_step(layout, own)
+
+        self._swap.swap_in(flat_params, after, self._elementwise_check(layout, flat_params))
 
     def _elementwise_check(self, layout: StepLayout, flat_params: FlatParams) -> ElementwiseCheck | None:
         """Return a checking mode if the optimizer is not known to be elementwise."""
@@ -395,23 +399,24 @@ class OptimizerStepper:
             self._begins_in_step, self._step_pre_hook = False, None
         if not self._swap.end():
             return False
-        # Writing flat parameters changes no parameter's version: without this, a backward that needs the old values
-        # would silently use the new ones.
-        own = self._swap.own
         if self._swap.stepped and self.layout is not None:
             for run in self.layout.runs:
                 run.drop_aliased_gradient()
                 self._dropped_gradients |= run.aliases_compute_shard
+        return True
+
+    def _announce_step(self, layout: StepLayout, own: OwnParams) -> None:
+        """Mark what a step has written, before users' post-hooks, which may change weights again."""
+        # Writing flat parameters changes no parameter's version: without this, a backward that needs the old values
+        # would silently use the new ones.
         params = [param for group in own.groups for param in group["params"]]
-        if self.layout is None or not any(run.copy is not None for run in self.layout.runs):
+        if not any(run.copy is not None for run in layout.runs):
             torch.autograd.graph.increment_version(params)
-            return True
+            return
         still_valid = self._weights.valid_compute_shards()  # not written by this step
         torch.autograd.graph.increment_version(params)
         self._weights.mark_compute_shards_written(still_valid, True)
-        if self._weights.user_write_count() == self._user_writes:  # no hook has changed the stepped weights
-            self._mark_written(self.layout, True)
-        return True
+        self._mark_written(layout, True)
 
     def _mark_written(self, layout: StepLayout, written: bool) -> None:
         """Mark compute shards that steps write as invalid before a step, or valid if written."""

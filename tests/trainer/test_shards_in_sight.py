@@ -292,8 +292,21 @@ class OwnGradients(Wide):
             p.grad = torch.linspace(-0.1, 0.1, p.numel()).view(p.shape) if p.numel() > 1 else torch.ones(1)
 
 
+class EditsAfterSteps(Wide):
+    """Edits a weight that it reads in a hook of the optimizer, after the step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.shrink())
+        return optimizer
+
+    @torch.no_grad()
+    def shrink(self) -> None:
+        self.net[2].weight.mul_(0.9)
+
+
 CASES: list[Any] = [Sam, TrustRatios, LayerNorms, Noise, Byol, Moco, LateInit, LateLoad, LateEncoder]
-CASES += [Swaps, States, StateDicts, Identities, OwnGradients]
+CASES += [Swaps, States, StateDicts, Identities, OwnGradients, EditsAfterSteps]
 
 
 def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:
