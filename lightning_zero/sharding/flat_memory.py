@@ -332,9 +332,9 @@ class ShardMemory:
 
     @property
     def steps_write_copies(self) -> bool:
-        """Return True if an optimizer step may write compute shards: as large as shards, and not read meanwhile.
+        """Return True if an optimizer step may write the compute shards.
 
-        With an epoch lock, other ranks do not read during a step.
+        They are as large as shards, and no other rank reads them during a step: there is none, or an epoch lock.
         """
         read_by_peers = self._transports is not None and self._transports.weight_memory is not None
         return self._mesh.host_count == 1 and (not read_by_peers or self.executor.weights.uses_epoch_lock())

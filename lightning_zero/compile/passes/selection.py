@@ -91,7 +91,7 @@ class PassSelection:
 
 # Properties that a graph needs to run, and the passes that provide them.
 FINISHED = {"started": "group_gathers", "enqueued": "enqueue_gradients", "published": "publish_plan"}
-# Likewise, of a graph that reads weights in place.
+# Properties that a graph needs if it reads weights in place, and the passes that provide them.
 IN_PLACE = {"after_reads": "reduce_after_reads"}
 
 Names = tuple[str, ...]
