@@ -19,9 +19,9 @@ def skip_frame(function: Any) -> None:
         skip_code(function.__code__)
 
 
-# Hooks of register_optimizer_step_pre_hook and ..._post_hook for all optimizers. A step begins after the former. (torch
-# 2.11+)
+# Hooks of register_optimizer_step_pre_hook for all optimizers; a step begins after them. (torch 2.11+)
 global_pre_hooks = private("torch.optim.optimizer._global_optimizer_pre_hooks")
+# Hooks of register_optimizer_step_post_hook for all optimizers, which may read gradients. (torch 2.11+)
 global_post_hooks = private("torch.optim.optimizer._global_optimizer_post_hooks")
 
 # Attributes with hooks that only saving and loading call. (torch 2.11+)
