@@ -99,8 +99,9 @@ def reduce_after_reads(graph: Graph) -> Graph:
     """Enqueue gradients after the graph has read the executor's copies of their weights, in place.
 
     A gradient may use the memory of its weight's copy, see ``csrc/gradients/grad_aliasing.h``. The schemas say that the
-    op, and ``end_reads`` before it, write to what ``weight_view`` returned. For a write, Inductor no longer
-    leaves what reads the weight to later kernels, but puts its kernels after the op that writes: hence two ops.
+    op, and ``end_reads`` before it, write to what ``weight_view`` returned. Inductor delays pointwise readers until it
+    lowers an op that writes their input. It then computes them, but after that op. So ``end_reads``, which writes
+    nothing, comes first, and the reduction follows the readers.
     """
     viewed: dict[Node, list[Node]] = {}
     for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
