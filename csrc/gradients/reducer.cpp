@@ -362,9 +362,7 @@ void Reducer::put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool ze
   // the consensus instead.
   if (late || context_.options.sync_collectives || !transports_.reduce().launches_early())
     return;
-  const auto may_launch = [](const auto& bucket) { return bucket.is_complete() && !bucket.clears_weights(); };
-  auto& next = backward_.next_launch;
-  while (next < layout_.size() && may_launch(layout_.buckets()[next])) launch(next++);
+  launch_complete(/*may_clear_weights=*/false);
 }
 
 void Reducer::release(int64_t index) {
@@ -394,9 +392,12 @@ int64_t Reducer::segment() {
   return layout_.segments().identify(backward_.arrivals, backward_.marks);
 }
 
-void Reducer::launch_complete() {
+void Reducer::launch_complete(bool may_clear_weights) {
   auto& next = backward_.next_launch;
-  while (next < layout_.size() && layout_.buckets()[next].is_complete()) launch(next++);
+  const auto may_launch = [&](const auto& bucket) {
+    return bucket.is_complete() && (may_clear_weights || !bucket.clears_weights());
+  };
+  while (next < layout_.size() && may_launch(layout_.buckets()[next])) launch(next++);
 }
 
 void Reducer::launch_before(size_t bucket) {

@@ -186,7 +186,8 @@ class Reducer {
   BufferPools& pools() { return pools_; }
   // Join the running backward, at a gradient or at a replay.
   void join();
-  void launch_complete();
+  // Launch the next buckets that are complete. `may_clear_weights`: see ReduceBucket::clears_weights().
+  void launch_complete(bool may_clear_weights = true);
   // Launch all buckets before this one, complete or not.
   void launch_before(size_t bucket);
   void add_counters(std::map<std::string, int64_t>& counters) const;

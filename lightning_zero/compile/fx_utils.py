@@ -131,6 +131,19 @@ def views_and_casts(weight: Node) -> list[Node]:
     return found
 
 
+def users_of_forms(weight: Node) -> set[Node]:
+    """Return all users of a node, and of all views and casts of it."""
+    return {user for form in views_and_casts(weight) for user in form.users}
+
+
+def weight_views(graph: Graph) -> dict[Node, list[Node]]:
+    """Return the nodes that view the executor's copy of a weight, by the graph input of its shard."""
+    found: dict[Node, list[Node]] = {}
+    for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
+        found.setdefault(shard_of(view), []).append(view)
+    return found
+
+
 def is_dequantize(node: Node) -> bool:
     """Return True if a node computes a frozen weight from a packed one."""
     return node.op == "call_function" and node.target is DEQUANTIZE

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby, islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import proxy
 
 import torch
@@ -57,6 +57,14 @@ from lightning_zero.sharding.layout import STATE_BLOCK, as_real
 
 ROW_ELEMENTS = 8  # per thread: 95 registers for AdamW by ptxas, where 32 elements need 255 and spill
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
+
+
+class _Variant(NamedTuple):
+    """Selects what a step does; each variant is captured by itself."""
+
+    clips: bool
+    may_skip: bool
+    keeps_gradients: bool
 
 
 class StepKernel:
@@ -131,9 +139,9 @@ class StepKernel:
         self._max_norm = torch.ones((), dtype=torch.float32, device=device)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
         self._last_max: float | None = None
-        self._variant: tuple[bool, bool, bool] | None = None  # clips, may skip, keeps gradients
+        self._variant: _Variant | None = None
         self._compiled: dict[Any, Callable[..., dict[str, Tensor]]] = {}
-        self._sequences: dict[tuple[bool, bool, bool], list[Callable[[], None]]] = {}  # by variant
+        self._sequences: dict[_Variant, list[Callable[[], None]]] = {}
         self._chunks: Iterator[LoadedChunk] = iter(())  # of the step in progress
         self._scalars: dict[int, dict[str, Tensor]] = {}  # of each run in the step in progress, by id
 
@@ -181,7 +189,7 @@ class StepKernel:
             skip: 0-dim; if not zero, nothing changes.
             keeps_gradients: leave gradients in place that use the memory of compute shards, and do not write those.
         """
-        variant = max_norm is not None, skip is not None, keeps_gradients
+        variant = _Variant(max_norm is not None, skip is not None, keeps_gradients)
         self._variant = variant
         self._squared = squared_norm
         if max_norm is not None and max_norm != self._last_max:
@@ -210,7 +218,7 @@ class StepKernel:
     def _writes_copy(self, run: FlatRun) -> bool:
         """Return True if this variant of the step writes the run's compute shards."""
         assert self._variant is not None
-        return run.copy is not None and not (self._variant[2] and run.grad_is_copy)
+        return run.copy is not None and not (self._variant.keeps_gradients and run.grad_is_copy)
 
     def _make_sequence(self) -> list[Callable[[], None]]:
         """Return the parts of a step: captured ones, and collectives between them."""

@@ -41,7 +41,7 @@ from lightning_zero.optim.quantized_state import (
 from lightning_zero.optim.state_dtypes import round_state
 from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.sharding.layout import STATE_BLOCK
-from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepDemands, StepLayout, StepLayouts
 
 
 class ChunkedRunner:
@@ -63,16 +63,9 @@ class ChunkedRunner:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         return True
 
-    def begin(
-        self,
-        layout: StepLayout,
-        own: OwnParams,
-        max_norm: float | None,
-        skip: Tensor | None,
-        keeps_gradients: bool = False,
-    ) -> FlatParams:
-        assert skip is None, "only the captured runner can skip"
-        layout.prepare_eager_step(own.state, max_norm)
+    def begin(self, layout: StepLayout, own: OwnParams, demands: StepDemands) -> FlatParams:
+        assert demands.skip is None, "only the captured runner can skip"
+        layout.prepare_eager_step(own.state, demands.max_norm)
         chunks = [chunk for run in layout.runs for chunk in self._cut(run, own)]
         self._sequence = _ChunkSequence(chunks, self._host)
         origins = [chunk.run.group for chunk in chunks]

@@ -35,6 +35,7 @@ from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 
 MIB = 2**20
+MICRO_BATCHES = "several micro-batches share a step"  # why gradients cannot alias compute copies
 WITH_MASTERS = ("optimizer", MASTERS)  # masters and optimizer state move together
 
 
@@ -125,9 +126,7 @@ class MemoryController:
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
         if not self.gradients.single_micro_batch:
-            self.gradients.stop_aliasing(
-                "several micro-batches share a step"
-            )  # an earlier training may have aliased them
+            self.gradients.stop_aliasing(MICRO_BATCHES)  # an earlier training may have aliased them
         if self.gradients.choose(config, optimizers):
             self._planner.empty_cache()
         if config.memory is not None:  # so that the communicator's memory is measured
@@ -349,7 +348,7 @@ class GradientPlacement:
         Gradients that already alias weights cannot be kept: the accumulation itself raises for these.
         """
         if not self._hold_gradients():
-            self.stop_aliasing("several micro-batches share a step")
+            self.stop_aliasing(MICRO_BATCHES)
 
     def on_forward(self) -> None:
         """Undo planned aliasing on one rank, because code has read weights that had a gradient.

@@ -26,7 +26,7 @@ from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import AnyRule, Rule, begins_by_rule, needs_matrices, needs_ranks, rule_for
 from lightning_zero.sharding.param_record import ShardedParameter
-from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepDemands, StepLayout, StepLayouts
 
 
 class StepRunner(Protocol):
@@ -47,22 +47,12 @@ class StepRunner(Protocol):
         """
         ...
 
-    def begin(
-        self,
-        layout: StepLayout,
-        own: OwnParams,
-        max_norm: float | None,
-        skip: Tensor | None,
-        keeps_gradients: bool = False,
-    ) -> FlatParams:
+    def begin(self, layout: StepLayout, own: OwnParams, demands: StepDemands) -> FlatParams:
         """Run before the optimizer's own ``step``.
 
         Args:
             layout: A layout for which :meth:`can_step` returned True.
             own: The optimizer's own groups and state.
-            max_norm: Clip the gradients to this norm, unless None; ``layout.squared`` is of all ranks.
-            skip: 0-dim on the device; if not zero, change nothing. Only if ``can_skip``.
-            keeps_gradients: hooks may read gradients after the step.
 
         Returns:
             The parameters and state that the optimizer steps by itself.
@@ -85,16 +75,9 @@ class EagerRunner:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         return True
 
-    def begin(
-        self,
-        layout: StepLayout,
-        own: OwnParams,
-        max_norm: float | None,
-        skip: Tensor | None,
-        keeps_gradients: bool = False,
-    ) -> FlatParams:
-        assert skip is None, "only the captured runner can skip"
-        layout.prepare_eager_step(own.state, max_norm)
+    def begin(self, layout: StepLayout, own: OwnParams, demands: StepDemands) -> FlatParams:
+        assert demands.skip is None, "only the captured runner can skip"
+        layout.prepare_eager_step(own.state, demands.max_norm)
         flat = layout.flat_groups(own.groups)
         layout.state.update(_shared_state(own.state))
         return FlatParams(flat, layout.state, range(len(flat)))
@@ -299,16 +282,9 @@ class CapturedRunner:
                 entries[name] = old.to(device=self._device)
         return {name: entries[name] for name in shapes}
 
-    def begin(
-        self,
-        layout: StepLayout,
-        own: OwnParams,
-        max_norm: float | None,
-        skip: Tensor | None,
-        keeps_gradients: bool = False,
-    ) -> FlatParams:
+    def begin(self, layout: StepLayout, own: OwnParams, demands: StepDemands) -> FlatParams:
         with torch.no_grad():
-            self.replays += self._kernels[layout].run(own.groups, layout.squared, max_norm, skip, keeps_gradients)
+            self.replays += self._kernels[layout].run(own.groups, layout.squared, *demands)
         return FlatParams([], layout.state, [])
 
     def end(self, layout: StepLayout, own: OwnParams) -> None:

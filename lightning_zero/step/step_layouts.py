@@ -62,6 +62,20 @@ class FlatParams(NamedTuple):
     origins: Sequence[int]
 
 
+class StepDemands(NamedTuple):
+    """Describes what one step has to do besides the update.
+
+    Attributes:
+        max_norm: Clip the gradients to this norm, unless None; ``StepLayout.squared`` is of all ranks.
+        skip: 0-dim on the device; if not zero, change nothing. Only for a runner with ``can_skip``.
+        keeps_gradients: Hooks may read gradients after the step.
+    """
+
+    max_norm: float | None = None
+    skip: Tensor | None = None
+    keeps_gradients: bool = False
+
+
 class StepLayout:
     """The flat runs for one pattern of parameters with gradients.
 

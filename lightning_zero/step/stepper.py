@@ -37,7 +37,7 @@ from lightning_zero.step.elementwise_check import (
 )
 from lightning_zero.step.matrix_agreement import MatrixAgreement
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
-from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
+from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepDemands, StepLayout, StepLayouts
 
 log = logging.getLogger(__name__)
 
@@ -365,7 +365,7 @@ class OptimizerStepper:
         self._agreement.check(layout, own)
         runner = self.runner = self._choose_runner(layout, own)
         self._mark_written(layout, False)
-        flat_params = runner.begin(layout, own, max_norm, skip, self._has_post_hooks)
+        flat_params = runner.begin(layout, own, StepDemands(max_norm, skip, self._has_post_hooks))
 
         def after(own: OwnParams) -> None:
             with no_shard_dispatch():

@@ -210,6 +210,18 @@ def is_aliased(trainer: Any) -> bool:
     return trainer.strategy._require_engine().sharder.memory.alias_gradients
 
 
+def fit_by_default_and_without(make: Any, kind: str, batches: int) -> list[Any]:
+    found = []
+    for chosen in ({}, {OVER: False}):
+        torch._dynamo.reset()
+        model, strategy = make(), make_strategy(kind, **chosen)
+        trainer = make_trainer(kind, strategy=strategy, precision="bf16-mixed", max_epochs=1)
+        trainer.fit(model, make_loader(kind, batches))
+        found.append((model.aliased, model.losses, whole_state(model)))
+        close(model)
+    return found
+
+
 def accumulates_later(kind: str, batches: int, when: str) -> list[Any]:
     """Return for the default and without aliasing: where gradients alias copies, losses, and weights."""
 
@@ -230,15 +242,7 @@ def accumulates_later(kind: str, batches: int, when: str) -> list[Any]:
                 assert self.trainer is not None
                 self.trainer.accumulate_grad_batches = 2
 
-    found = []
-    for chosen in ({}, {OVER: False}):
-        torch._dynamo.reset()
-        model, strategy = Changes(), make_strategy(kind, **chosen)
-        trainer = make_trainer(kind, strategy=strategy, precision="bf16-mixed", max_epochs=1)
-        trainer.fit(model, make_loader(kind, batches))
-        found.append((model.aliased, model.losses, whole_state(model)))
-        close(model)
-    return found
+    return fit_by_default_and_without(Changes, kind, batches)
 
 
 @pytest.mark.parametrize(("kind", "when"), [("compiled", "start"), ("compiled, captured", "end")])
@@ -267,15 +271,7 @@ def use_twice(kind: str, batches: int) -> list[Any]:
             self.losses.append(loss.item())
             return loss
 
-    found = []
-    for chosen in ({}, {OVER: False}):
-        torch._dynamo.reset()
-        model, strategy = Twice(), make_strategy(kind, **chosen)
-        trainer = make_trainer(kind, strategy=strategy, precision="bf16-mixed", max_epochs=1)
-        trainer.fit(model, make_loader(kind, batches))
-        found.append((model.aliased, model.losses, whole_state(model)))
-        close(model)
-    return found
+    return fit_by_default_and_without(Twice, kind, batches)
 
 
 @pytest.mark.parametrize("kind", ["compiled", "compiled, captured"])

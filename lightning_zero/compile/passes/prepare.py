@@ -27,6 +27,7 @@ from lightning_zero.compile.fx_utils import (
     reduces,
     repeat_views,
     shard_of,
+    users_of_forms,
     views_and_casts,
 )
 from lightning_zero.compile.passes.gather_groups import size_of
@@ -129,7 +130,7 @@ def read_in_place(graph: Graph, reads: InPlaceReads) -> Graph:
     views, output = NodeReplacer(graph), output_node(graph)
     for node in gathers(graph):
         shard, forms = shard_of(node), views_and_casts(node)
-        if not reads.covers(node) or any(output in form.users for form in forms):
+        if not reads.covers(node) or output in users_of_forms(node):
             continue
         packed = not (shard.meta["val"].dtype.is_floating_point or shard.meta["val"].dtype.is_complex)
         own_shape = any(_shape(form) == _shape(shard) for form in forms if isinstance(form.meta["val"], Tensor))

@@ -10,22 +10,20 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.grouped_products import grouped_mm
 from lightning_zero.compile.fx_utils import (
     TRANSPOSES,
-    WEIGHT_VIEW,
     cast_dtype,
-    find_calls,
     is_view_or_cast,
     nodes_in_role,
     ops,
     output_node,
     reduces,
     repeat_views,
-    shard_of,
-    views_and_casts,
+    users_of_forms,
     weight_name,
+    weight_views,
 )
 from lightning_zero.compile.passes.gather_groups import split_into_groups
 from lightning_zero.compile.scaled_mm_op import SCALED_MM
-from lightning_zero.native.ops import OPS, Op, Role, no_result, reduce_op, register_op
+from lightning_zero.native.ops import Op, Role, no_result, reduce_op, register_op
 from lightning_zero.profiling.graph_tensors import nbytes
 
 register_op(reduce_op("reduce_group", Role.REDUCE))
@@ -103,9 +101,7 @@ def reduce_after_reads(graph: Graph) -> Graph:
     lowers an op that writes their input. It then computes them, but after that op. So ``end_reads``, which writes
     nothing, comes first, and the reduction follows the readers.
     """
-    viewed: dict[Node, list[Node]] = {}
-    for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
-        viewed.setdefault(shard_of(view), []).append(view)
+    viewed = weight_views(graph)
     if not viewed:
         return graph
     position = {node: number for number, node in enumerate(graph.nodes)}
@@ -115,7 +111,7 @@ def reduce_after_reads(graph: Graph) -> Graph:
         views = [view for shard in shards for view in viewed.get(shard, [])]
         if not views:
             continue
-        users = {user for view in views for form in views_and_casts(view) for user in form.users}
+        users: set[Node] = set().union(*map(users_of_forms, views))
         uses = (user for user in users if user in position and user.op != "output")
         last = max((node, *uses), key=position.__getitem__)
         with graph.inserting_after(behind.get(last, last)):

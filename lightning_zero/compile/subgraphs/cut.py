@@ -16,12 +16,11 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.fx_utils import WEIGHT_VIEW, find_calls, is_reduce, output_node, shard_of, views_and_casts
+from lightning_zero.compile.fx_utils import is_reduce, output_node, users_of_forms, weight_views
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes, is_kernel, reads
 from lightning_zero.compile.subgraphs.node_order import NodeOrder, graph_work
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, make_subgraph, symbol_inputs
-from lightning_zero.native.ops import OPS
 from lightning_zero.profiling.graph_tensors import nodes_where
 
 # Subgraphs per repetition: more give our ops better positions but cost more calls.
@@ -144,13 +143,10 @@ def _last_views(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int]:
 
     Reordering may have moved readers behind the op that enqueues the gradient.
     """
-    slots: dict[Node, int] = {}
-    for view in find_calls(graph, [OPS[WEIGHT_VIEW]]):
-        shard = shard_of(view)
-        for form in views_and_casts(view):
-            for reader in (form, *form.users):
-                slots[shard] = max(slots.get(shard, 0), subgraph_of.get(reader, -1) + 1)
-    return slots
+    return {
+        shard: max((subgraph_of.get(reader, -1) + 1 for view in views for reader in users_of_forms(view)), default=0)
+        for shard, views in weight_views(graph).items()
+    }
 
 
 def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgraph | Node]) -> bool:

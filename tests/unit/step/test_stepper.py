@@ -17,7 +17,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.step.cycle import StepEvents
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 from lightning_zero.step.runners import CapturedRunner, EagerRunner
-from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepDemands, StepLayout
 from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.one_rank import OneRank
 from tests.helpers.options import config
@@ -147,14 +147,7 @@ class Doubling:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         return len(layout.runs) == 1
 
-    def begin(
-        self,
-        layout: StepLayout,
-        own: OwnParams,
-        max_norm: float | None,
-        skip: Tensor | None,
-        keeps_gradients: bool = False,
-    ) -> FlatParams:
+    def begin(self, layout: StepLayout, own: OwnParams, demands: StepDemands) -> FlatParams:
         self.log.append("begin")
         with torch.no_grad():
             for run in layout.runs:
