@@ -71,6 +71,7 @@ from lightning_zero.compile.subgraphs import (
     is_worth_cutting,
     lower_subgraphs,
 )
+from lightning_zero.compile.thin_products import merge_thin_products
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
@@ -221,7 +222,11 @@ class Compiler:
         graph, recompute = tag_gathers(graph, saved_limits(self.context(last))), self._config.recompute
         if recompute is not None:
             graph = tag_activations(graph, recompute)
-        return convert_products(graph, self._config, self._context.fp8_shards)
+        return self._change_products(graph)
+
+    def _change_products(self, graph: Graph) -> Graph:
+        """Convert products of a tagged joint graph, or of an inference graph, and merge thin ones."""
+        return merge_thin_products(convert_products(graph, self._config, self._context.fp8_shards))
 
     def _offload_limits(self) -> OffloadLimits | None:
         limits = offload_limits(self._context)
@@ -362,7 +367,7 @@ class Compiler:
 
         def inference_compiler(module: GraphModule, inputs: Any) -> Any:
             # Inductor runs joint passes here, too.
-            convert_products(module.graph, self._config, self._context.fp8_shards)
+            self._change_products(module.graph)
             return compiler(module, inputs)
 
         compile_fx = aot_autograd(

@@ -227,8 +227,8 @@ class Tuning:
     )
     share_capture_memory: bool = _cuda_graphs(
         "Let the backwards of all captured graphs allocate from one pool, share the gradients of outputs, and reuse "
-        "the memory of outputs. Experimental: no GPU has run it. Default False.",
-        default=False,
+        "the memory of outputs. Default True.",
+        default=True,
     )
 
     compile_dynamic: bool | None = _compile(

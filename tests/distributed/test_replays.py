@@ -13,13 +13,13 @@ from torch._dynamo.utils import counters as compiler_counters
 from tests.helpers.marks import how_seldom
 from tests.helpers.models import OneLayer, build
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.replays import COPY, WAYS, graphs_are_cut, train, train_up_to_a_replayed_forward
+from tests.helpers.replays import ALONE, COPY, WAYS, graphs_are_cut, train, train_up_to_a_replayed_forward
 from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
 
 
-def both(way: str) -> tuple[Any, Any]:
-    return train(way, "aot_eager", emulate_cuda_graph_model=True), train(way, "aot_eager")
+def both(way: str, **options: Any) -> tuple[Any, Any]:
+    return train(way, "aot_eager", emulate_cuda_graph_model=True, **options), train(way, "aot_eager", **options)
 
 
 # Each of the others varies one of these.
@@ -67,6 +67,15 @@ def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> 
         if not graphs_are_cut(way):
             same += ("reduce_bytes", "flushes")
         assert {name: counters.get(name) for name in same} == {name: expected.get(name) for name in same}
+
+
+@pytest.mark.parametrize("way", QUICK)
+def test_replays_of_one_rank_train_like_runs(ranks: Ranks, way: str) -> None:
+    """It reads weights in place, and reduces nothing."""
+    [((replayed, counters), (plain, _))] = ranks.run(1, both, way, deadline=120, **ALONE)
+    assert_close_relative(replayed.losses, plain.losses, 1e-6, what="losses")
+    assert_close_relative(replayed.params, plain.params, 1e-6, what="weights")
+    assert counters["replayed_graphs"] >= WAYS[way].replays > 0
 
 
 def eight_lengths() -> tuple[int, list[int]]:

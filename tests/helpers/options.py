@@ -89,5 +89,5 @@ OTHERS: dict[str, Any] = {
     "emulate_cross_host_gb_per_s": 1000.0,
     "emulate_cuda_graph_step": True,
     "emulate_cuda_graph_model": True,
-    "share_capture_memory": True,
+    "share_capture_memory": False,
 }

@@ -30,6 +30,8 @@ COPY: dict[str, Any] = {
     "gather_transport": "copy",
     "reduce_transport": "copy",
 }
+# What a rank without others replaces in it: nothing is copied.
+ALONE: dict[str, Any] = {"gather_transport": "auto", "reduce_transport": "auto"}
 BY_COLLECTIVE: dict[str, dict[str, Any]] = {
     "weights and gradients": {"gather_transport": "collective", "reduce_transport": "collective"},
     "weights": {"gather_transport": "collective"},
