@@ -230,7 +230,7 @@ def _end_of_chain(node: Node) -> Node:
 
 
 def _are_terms(others: Sequence[Node], last: Node) -> bool:
-    """Return True if nodes are terms of one sum, in equal views, which only ``last``'s sum reads."""
+    """Return True if nodes are, in equal views, terms of one sum whose parts nothing else reads."""
     sums = [_addition(node) for node in (*others, last)]
     forms = {str([(link.target, link.args[1:], link.kwargs) for link in _chain(node)[1:]]) for node in (*others, last)}
     if len(forms) > 1 or sums[-1] is None:
