@@ -248,7 +248,8 @@ def _addition(node: Node) -> Node | None:
     if addition.target is not _ADD or addition.kwargs or len(operands) != 2:
         return None
     values = [read.meta["val"] for read in (*operands, addition)]
-    return addition if len({(value.dtype, *value.shape) for value in values}) == 1 else None
+    # Symbolic sizes cannot be hashed, and comparing them would add guards.
+    return addition if len({(value.dtype, str(value.shape)) for value in values}) == 1 else None
 
 
 def _leads_to(addition: Node | None, last: Node) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
@@ -21,23 +23,27 @@ WIDE = torch.float64
 Change = Callable[[Builder, dict[str, list[Node]]], list[Node]]
 
 
-def adapters(rows: tuple[int, ...] = (8, 16, 8), change: Change | None = None, train: bool = True) -> Graph:
+def adapters(
+    rows: tuple[int, ...] = (8, 16, 8), change: Change | None = None, train: bool = True, length: Any = TOKENS // 3
+) -> Graph:
     """Return a joint graph of ``sum_i x @ a_i.T @ b_i.T``.
 
     Args:
         rows: of each ``a_i``.
         change: adds nodes, given those named below, and returns further results.
+        length: of each of three sequences.
     """
     b, nodes = Builder(), {name: [] for name in ("a", "h", "dh", "da", "terms", "sums")}
-    x = b.input("primals_x", 3, TOKENS // 3, WIDTH, dtype=WIDE)
+    tokens = 3 * length
+    x = b.input("primals_x", 3, length, WIDTH, dtype=WIDE)
     shards = [(b.shard(f"a{i}", n * WIDTH, WIDE), b.shard(f"b{i}", OUTPUTS * n, WIDE)) for i, n in enumerate(rows)]
-    dy = b.input("tangents_1", TOKENS, OUTPUTS, dtype=WIDE)
+    dy = b.input("tangents_1", tokens, OUTPUTS, dtype=WIDE)
     ys, weights, reduced = [], [], []
     for (a_shard, b_shard), n in zip(shards, rows, strict=True):
         a, up = b.gather(a_shard, n, WIDTH), b.gather(b_shard, OUTPUTS, n)
-        flat = b.call(aten.view.default, x, [TOKENS, WIDTH])
+        flat = b.call(aten.view.default, x, [tokens, WIDTH])
         h = b.call(MM, flat, b.call(aten.t.default, a))
-        rest = b.call(aten.view.default, b.call(aten._unsafe_view.default, h, [3, TOKENS // 3, n]), [TOKENS, n])
+        rest = b.call(aten.view.default, b.call(aten._unsafe_view.default, h, [3, length, n]), [tokens, n])
         ys.append(b.call(MM, rest, b.call(aten.t.default, up)))
         nodes["a"].append(a)
         nodes["h"].append(h)
@@ -54,7 +60,7 @@ def adapters(rows: tuple[int, ...] = (8, 16, 8), change: Change | None = None, t
         da = b.call(MM, b.call(aten.t.default, dh), flat)
         reduced.append(b.reduce(da, a_shard))
         term = b.call(MM, dh, a)
-        dx = b.call(aten.add.Tensor, dx, b.call(aten.view.default, term, [3, TOKENS // 3, WIDTH]))
+        dx = b.call(aten.add.Tensor, dx, b.call(aten.view.default, term, [3, length, WIDTH]))
         for name, node in (("dh", dh), ("da", da), ("terms", term), ("sums", dx)):
             nodes[name].append(node)
     more = change(b, nodes) if change else []
@@ -97,6 +103,17 @@ def test_each_kind_of_product_becomes_one() -> None:
     # Of 18, six read or make what only one adapter has: ``h @ b.T`` and the gradients of ``b`` and ``h``.
     assert merged(adapters) == (18, 9 + 3)
     assert merged(lambda: adapters(train=False)) == (6, 3 + 1)
+
+
+def test_products_of_a_symbolic_number_of_tokens_become_one() -> None:
+    sizes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    length = sizes.from_tensor(torch.empty(4), symbolic_context=dynamic).shape[0]
+    with sizes:
+        graph = merge_thin_products(adapters(length=length))
+    graph.lint()
+    assert len(graph.find_nodes(op="call_function", target=MM)) == 9 + 3
+    assert not sizes.shape_env.guards
 
 
 def test_further_adapters_become_a_second_product() -> None:
