@@ -12,7 +12,7 @@ of the query, key and value projections, which read the same ``x``, are multipli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _aten = torch.ops.aten
 # Inductor's joint graphs have ``permute`` in place of ``t``.
 _MM, _ADD, _PERMUTE = _aten.mm.default, _aten.add.Tensor, _aten.permute.default
 _PRODUCTS = (_MM, _aten.addmm.default, SCALED_MM)
+# Views with strides of their own, in place of those of the result that they read.
+_BY_STORAGE = (_aten.as_strided.default, _aten._reshape_alias.default)
 # Columns of a product that is merged, and of merged ones: on an H200, 64 take at most 15 % longer than 16.
 MAX_COLUMNS, MAX_MERGED = 64, 128
 # Columns are multiples of this number, by which rows of a part of a 16-bit result begin at multiples of 16 bytes.
@@ -59,7 +61,7 @@ def _groups(products: Iterable[LinearProduct]) -> list[_Group]:
     """Return groups of thin products, in forward order, each of several weights with one activation."""
     found: dict[object, _Group] = {}
     for product in products:
-        if _is_thin(product.node) and product.right.transposed and _only_products_read(product.node):
+        if _is_thin(product.node) and product.right.transposed and _may_have_gaps(product.node):
             tags = product.node.meta.get(AC_GRAPH_ID), product.node.meta.get(RECOMPUTE)
             group = found.setdefault((product.left, product.dtype, *tags), [])
             if product.shard not in [other.shard for other in group]:
@@ -77,14 +79,26 @@ def _parts(group: _Group) -> list[_Group]:
     return parts
 
 
-def _only_products_read(node: Node) -> bool:
-    """Return True if strides of a result may change: products take any, and casts make dense results."""
-    return all(
-        user.target in _PRODUCTS
-        or cast_dtype(user) is not None
-        or (is_view_or_cast(user) and _only_products_read(user))
-        for user in node.users
-    )
+def _may_have_gaps(product: Node) -> bool:
+    """Return True if a product's rows need not be neighbours in memory."""
+    value = product.meta["val"]
+    return _read_with_gaps(product, torch.cat([value, value], 1)[:, : value.shape[1]])
+
+
+def _read_with_gaps(node: Node, value: Any) -> bool:
+    """Return True if readers accept a node's value with these strides: casts and products accept any."""
+    for user in node.users:
+        if user.target in _PRODUCTS or cast_dtype(user) is not None:
+            continue
+        if not is_view_or_cast(user) or user.target in _BY_STORAGE:
+            return False
+        try:
+            view = _run(user, {node: value})
+        except (RuntimeError, ValueError):  # a view of several rows as one
+            return False
+        if not _read_with_gaps(user, view):
+            return False
+    return True
 
 
 class _Merger:
@@ -92,7 +106,6 @@ class _Merger:
 
     def __init__(self, graph: Graph, products: Iterable[LinearProduct]) -> None:
         self._graph = graph
-        self._position = {node: number for number, node in enumerate(graph.nodes)}
         self._of_weight: dict[tuple[ProductKind, Node], _Group] = {}
         for product in products:
             self._of_weight.setdefault((product.kind, product.shard), []).append(product)
@@ -115,7 +128,7 @@ class _Merger:
 
     def _merge_forward(self, group: _Group, sources: Sequence[Node]) -> Node:
         """Replace products by parts of one, at the place of the first, and return the merged weight."""
-        first = min((product.node for product in group), key=self._position.__getitem__)
+        first = min(product.node for product in group)
         self._move_weights(sources, first)
         with self._graph.inserting_before(first):
             weight = self._call(_aten.cat.default, sources[0], list(sources))
@@ -132,13 +145,13 @@ class _Merger:
             makers = [maker for maker in node.all_input_nodes if maker.op != "placeholder" and maker not in needed]
             needed.update(makers)
             pending += makers
-        for node in sorted(needed, key=self._position.__getitem__):
-            if self._position[node] > self._position[first]:
+        for node in sorted(needed):
+            if node > first:
                 first.prepend(node)
 
     def _merge_weight_gradients(self, group: _Group) -> None:
         """Replace products by parts of one, at the place of the last, behind which their readers move."""
-        last = max((product.node for product in group), key=self._position.__getitem__)
+        last = max(product.node for product in group)
         readers = _all_readers(product.node for product in group)
         if not all(is_view_or_cast(node) or node.target is _ADD or calls(node, REDUCE) for node in readers):
             return
@@ -146,14 +159,14 @@ class _Merger:
             turned = self._call(_PERMUTE, last, self._join(group), [1, 0])
             merged = self._call(_MM, last, turned, last.args[1])
             parts = self._parts_of(merged, group, 0)
-        for reader in sorted(readers, key=self._position.__getitem__):
-            if self._position[reader] < self._position[last]:
+        for reader in sorted(readers):
+            if reader < last:
                 last.prepend(reader)
         self._replace(group, parts)
 
     def _merge_input_gradients(self, group: _Group, weight: Node) -> None:
         """Replace terms of one sum by one term, at the place of the last."""
-        *others, last = sorted((product.node for product in group), key=self._position.__getitem__)
+        *others, last = sorted(product.node for product in group)
         if not _are_terms(others, last):
             return
         with self._graph.inserting_before(last):
@@ -193,8 +206,9 @@ class _Merger:
         return node
 
 
-def _run(node: Node) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+def _run(node: Node, values: Mapping[Node, Any] | None = None) -> Any:
+    known = values or {}
+    args, kwargs = map_arg((node.args, node.kwargs), lambda read: known.get(read, read.meta["val"]))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

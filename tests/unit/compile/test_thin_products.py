@@ -134,6 +134,30 @@ def test_results_that_other_ops_read_stay() -> None:
     assert after == before - 3, "the other two are merged"
 
 
+@pytest.mark.parametrize("view", [(aten.view.default, [3, -1]), (aten.as_strided.default, [12, 8], [8, 1])])
+def test_results_stay_whose_rows_views_need_as_neighbours(view: tuple[Any, ...]) -> None:
+    def change(b: Builder, nodes: dict[str, list[Node]]) -> list[Node]:
+        target, *args = view
+        seen = b.call(target, nodes["h"][0], *args)
+        return [b.call(MM, seen, b.call(aten.t.default, seen))]
+
+    before, after = merged(lambda: adapters(change=change))
+    assert after == before - 3, "the other two are merged"
+
+
+def test_a_weight_of_two_groups_moves_to_the_first_of_both() -> None:
+    def two_groups() -> Graph:
+        b = Builder()
+        xs = [b.input(f"primals_{name}", TOKENS, WIDTH, dtype=WIDE) for name in "xz"]
+        *own, shared = [b.shard(f"a{i}", 8 * WIDTH, WIDE) for i in range(3)]
+        hs = [b.call(MM, x, b.call(aten.t.default, b.gather(a, 8, WIDTH))) for x, a in zip(xs, own, strict=True)]
+        both = b.call(aten.t.default, b.gather(shared, 8, WIDTH))
+        hs += [b.call(MM, x, both) for x in xs]
+        return b.done(*(b.call(MM, h, b.call(aten.t.default, h)) for h in hs))
+
+    assert merged(two_groups) == (8, 4 + 2)
+
+
 def test_a_gradient_that_is_read_for_more_than_a_reduction_stays() -> None:
     before, after = merged(lambda: adapters(change=lambda b, nodes: [b.call(aten.relu.default, nodes["da"][0])]))
     assert after == before - 4
