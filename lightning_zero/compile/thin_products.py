@@ -269,6 +269,6 @@ def _addition(node: Node) -> Node | None:
 def _leads_to(addition: Node | None, last: Node) -> bool:
     """Return True if the only reader of a sum, and of each further one, adds to it, until ``last``."""
     while addition is not None and addition is not last:
-        users = list(addition.users)
-        addition = users[0] if len(users) == 1 and users[0].target is _ADD and not users[0].kwargs else None
+        users = [user for user in addition.users if user.target is _ADD and len(user.all_input_nodes) == 2]
+        addition = users[0] if len(addition.users) == len(users) == 1 and not users[0].kwargs else None
     return addition is not None

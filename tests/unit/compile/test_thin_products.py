@@ -169,6 +169,18 @@ def test_a_sum_that_is_read_between_its_terms_stays(read: str) -> None:
     assert after == before - 4
 
 
+def test_a_sum_that_is_doubled_between_its_terms_stays() -> None:
+    def double(b: Builder, nodes: dict[str, list[Node]]) -> list[Node]:
+        first, second = nodes["sums"][:2]
+        with b.graph.inserting_after(first):
+            twice = b.call(aten.add.Tensor, first, first)
+        second.replace_input_with(first, twice)
+        return []
+
+    before, after = merged(lambda: adapters(change=double))
+    assert after == before - 4
+
+
 def test_regions_of_a_checkpoint_stay_apart() -> None:
     def regions(b: Builder, nodes: dict[str, list[Node]]) -> list[Node]:
         for number, node in enumerate(nodes["h"]):
