@@ -61,11 +61,19 @@ class BackwardMemory:
         self.shared = shared
         self.buffers = GradientBuffers()
         self._stream: torch.cuda.Stream | None = None
+        self._replayed_on: torch.cuda.Stream | None = None
         self._pool: Any = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         self._stream = self._stream or torch.cuda.Stream(device)
         return self._stream
+
+    def begin_replay(self, device: torch.device) -> None:
+        """Let the current stream wait for the last replay, which the user may have run on another stream."""
+        current = torch.cuda.current_stream(device)
+        if self.shared and self._replayed_on not in (None, current):
+            current.wait_stream(self._replayed_on)
+        self._replayed_on = current
 
     def gradients_like(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Return a tensor for the gradient of each output; None for outputs without one."""
@@ -370,7 +378,7 @@ class CUDAGraphPair:
         reserved = 0
         self._sent: list[int] = []  # bytes of each offload in a forward
         stream.wait_stream(current)
-        self._executor = executor
+        self._executor, self._memory = executor, spec.memory
         self.blocks = spec.reserve_blocks()
         self._pool = shared._pool if shared is not None else torch.cuda.graph_pool_handle()
         with (
@@ -433,6 +441,7 @@ class CUDAGraphPair:
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if not self._outputs:
             raise RuntimeError(ACTIVATIONS_GONE)
+        self._memory.begin_replay(self._executor.device)
         for mine, given in zip(self._grads, grads, strict=True):
             if mine is not None:
                 mine.zero_() if given is None else mine.copy_(given)

@@ -239,7 +239,20 @@ def test_backwards_of_one_step_share_memory(allocator: MagicMock, several: bool)
     assert first._stream is second._stream
 
 
-def test_captures_have_memory_of_their_own_by_default(allocator: MagicMock) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_backward_on_another_stream_waits_if_memory_is_shared(allocator: MagicMock, shared: bool) -> None:
+    executor, memory = Executor(), BackwardMemory(shared)
+    pairs = [capture(executor, memory=memory, several=True) for _ in range(2)]
+    streams = [MagicMock(), MagicMock()]
+    for stream, pair in zip(streams, pairs, strict=True):
+        with patch.object(torch.cuda, "current_stream", lambda device, stream=stream: stream):
+            for _ in range(2):
+                pair.backward([torch.ones(2), None])
+    assert not streams[0].wait_stream.mock_calls
+    assert streams[1].wait_stream.mock_calls == ([call(streams[0])] if shared else [])
+
+
+def test_captures_have_memory_of_their_own_on_request(allocator: MagicMock) -> None:
     handles = iter([(0, 1), (0, 2)])
     with patch.object(torch.cuda, "graph_pool_handle", lambda: next(handles)):
         executor, memory = Executor(), BackwardMemory(shared=False)
