@@ -385,7 +385,8 @@ class Options:
     )
     activation_memory_budget: float = option(
         "Share, from 0 to 1, of activations that compiled code saves for backward. The rest is recomputed, cheapest "
-        "first. Default 1: save everything that makes backward fastest.",
+        "first: any share just below 1 recomputes elementwise ops only. Default 1: save everything that makes backward "
+        "fastest.",
         default=1.0,
         check=check_fraction,
         on_change=OnChange.RECOMPILE,

@@ -122,7 +122,8 @@ class MemoryPlan:
         leave = f"leave {' and '.join(by_hand)} at the default for plans to choose, " if by_hand else ""
         return (
             f"{free}To go on, {leave}take fewer samples in a batch (and accumulate_grad_batches), write "
-            "torch.utils.checkpoint into the module, or shard over more GPUs."
+            "torch.utils.checkpoint into the module, or shard over more GPUs. What other processes take on the device "
+            "counts, too."
         )
 
     def with_advice(self) -> str:
