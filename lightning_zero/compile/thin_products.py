@@ -28,8 +28,6 @@ _aten = torch.ops.aten
 # Inductor's joint graphs have ``permute`` in place of ``t``.
 _MM, _ADD, _PERMUTE = _aten.mm.default, _aten.add.Tensor, _aten.permute.default
 _PRODUCTS = (_MM, _aten.addmm.default, SCALED_MM)
-# Views with strides of their own, in place of those of the result that they read.
-_BY_STORAGE = (_aten.as_strided.default, _aten._reshape_alias.default)
 # Columns of a product that is merged, and of merged ones: on an H200, 64 take at most 15 % longer than 16.
 MAX_COLUMNS, MAX_MERGED = 64, 128
 # Columns are multiples of this number, by which rows of a part of a 16-bit result begin at multiples of 16 bytes.
@@ -90,7 +88,7 @@ def _read_with_gaps(node: Node, value: Any) -> bool:
     for user in node.users:
         if user.target in _PRODUCTS or cast_dtype(user) is not None:
             continue
-        if not is_view_or_cast(user) or user.target in _BY_STORAGE:
+        if not is_view_or_cast(user) or _has_own_strides(user):
             return False
         try:
             view = _run(user, {node: value})
@@ -99,6 +97,12 @@ def _read_with_gaps(node: Node, value: Any) -> bool:
         if not _read_with_gaps(user, view):
             return False
     return True
+
+
+def _has_own_strides(view: Node) -> bool:
+    """Return True for ``as_strided`` and its like, which do not read the strides of their input."""
+    target = view.target
+    return isinstance(target, OpOverload) and any(argument.name == "stride" for argument in target._schema.arguments)
 
 
 class _Merger:
