@@ -178,11 +178,11 @@ class _Merger:
         last.replace_all_uses_with(total)
         self._graph.erase_node(last)
         for node in others:
-            end = _end_of_chain(node)
+            *_, end = chain = _chain(node)
             addition = next(iter(end.users))
             [rest] = [operand for operand in addition.all_input_nodes if operand is not end]
             addition.replace_all_uses_with(rest)
-            for unread in (addition, *reversed(_chain(node))):
+            for unread in (addition, *reversed(chain)):
                 self._graph.erase_node(unread)
 
     def _join(self, group: _Group) -> Node:
@@ -243,10 +243,6 @@ def _chain(node: Node) -> list[Node]:
     return chain
 
 
-def _end_of_chain(node: Node) -> Node:
-    return _chain(node)[-1]
-
-
 def _are_terms(others: Sequence[Node], last: Node) -> bool:
     """Return True if nodes are, in equal views, terms of one sum whose parts nothing else reads."""
     sums = [_addition(node) for node in (*others, last)]
@@ -258,10 +254,10 @@ def _are_terms(others: Sequence[Node], last: Node) -> bool:
 
 def _addition(node: Node) -> Node | None:
     """Return the only reader of a node's chain if it adds another value of the same shape and dtype."""
-    end = _end_of_chain(node)
-    if len(end.users) != 1:
+    users = _chain(node)[-1].users
+    if len(users) != 1:
         return None
-    addition = next(iter(end.users))
+    addition = next(iter(users))
     operands = addition.all_input_nodes
     if addition.target is not _ADD or addition.kwargs or len(operands) != 2:
         return None
