@@ -30,7 +30,7 @@ COPY: dict[str, Any] = {
     "gather_transport": "copy",
     "reduce_transport": "copy",
 }
-# What a rank without others replaces in it: nothing is copied.
+# Replaces the transports of COPY in a training of one rank, which has no other rank to copy from.
 ALONE: dict[str, Any] = {"gather_transport": "auto", "reduce_transport": "auto"}
 BY_COLLECTIVE: dict[str, dict[str, Any]] = {
     "weights and gradients": {"gather_transport": "collective", "reduce_transport": "collective"},

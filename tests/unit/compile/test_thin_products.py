@@ -100,7 +100,7 @@ def merged(make: Callable[[], Graph]) -> tuple[int, int]:
 
 
 def test_each_kind_of_product_becomes_one() -> None:
-    # Of 18, six read or make what only one adapter has: ``h @ b.T`` and the gradients of ``b`` and ``h``.
+    # Nine of the 18 products differ in both operands: ``h @ b.T`` and the gradients of ``b`` and ``h``. Nine become three.
     assert merged(adapters) == (18, 9 + 3)
     assert merged(lambda: adapters(train=False)) == (6, 3 + 1)
 
